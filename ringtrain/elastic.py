@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,10 +27,10 @@ from ringtrain.config import Config, ScheduleConfig
 from ringtrain.derived import Numbers, derive, num_shards
 from ringtrain.protocol import failures
 from ringtrain.run import consistency, console, resume
-from ringtrain.run.callback_state import CallbackState
+from ringtrain.run.callback_state import SharedCallbackState
 from ringtrain.run.context import Job, Opening, Process
 from ringtrain.sources import on_rank
-from ringtrain.strategies.elastic import Committer, Elastic, Place, rows_of_epoch
+from ringtrain.strategies.elastic import Committer, Elastic, Place, progress, rows_of_epoch
 
 
 def run(process: Process, from_agreement: Callable[[], Any]) -> Any:
@@ -66,13 +66,17 @@ class OtherRanks:
             job,
             numbers=_numbers(flat, job, num_ranks),
             make_clock=strategy.make_clock,
-            last_callback=lambda run: Committer(self.state, run),
+            last_callback=lambda run: Committer(self.state, run, self._of_rank_0),
         )
         configured.add_model(dataclasses.replace(process, config=flat), self._job)
-        if self._job.users_callbacks:
-            everyone = self._job.all_callbacks or self._job.users_callbacks
-            self._job.callback_state = CallbackState(everyone, self._job.model)
+        everyone = self._job.all_callbacks or self._job.users_callbacks
+        if everyone:
+            self._job.callback_state = SharedCallbackState(everyone, self._job.model)
             strategy.callback_state = self._job.callback_state
+        # A rank that becomes rank 0 has these callbacks, but has never called them.
+        of_others = on_rank(everyone, 1) if self._job.all_callbacks else everyone
+        of_rank_0 = [callback for callback in everyone if callback not in of_others]
+        self._of_rank_0 = SharedCallbackState(of_rank_0, self._job.model) if of_rank_0 else None
         self._saved: dict[str, Any] = {}
         self.strategy = strategy
         self.state = strategy.state = hvd.elastic.SharedKerasState(
@@ -114,7 +118,8 @@ class OtherRanks:
         """Position of the rank that is furthest; on the first ranks, of the newest checkpoint."""
         hvd.elastic.set_share(job.model.optimizer, 1.0)  # all ranks reduce together, from the same weights
         if self.state.folder:
-            return self.state.start, {}
+            endings = hvd.allgather_object(self.strategy.ending, name="ringtrain_endings")
+            return dataclasses.replace(self.state.start, ending=_common(endings)), {}
         config, must_match, saved = process.config, job.numbers, self._saved
         if saved and config.elastic.keep == "per-rank-batch":  # the global batch may then be different
             train = dataclasses.replace(config.train, batch_size=saved["numbers"]["batch_size"])
@@ -131,7 +136,7 @@ class OtherRanks:
         is_first = not state.folder
         if is_first:
             state.folder = str(consistency.make_folder(process, job.numbers, start))
-            state.start, state.progress = start, 2 * start.global_step + 1
+            state.start, state.progress = start, progress(start.global_step)
             place = _place_of(self._saved, start, job)
             state.place = Place(state.place.planned_ranks, started=time.time(), **place)
         folder = Path(state.folder)
@@ -144,10 +149,22 @@ class OtherRanks:
         return Opening(folder=folder, log=log, event=event, facts=facts, is_first=is_first)
 
 
+def _common(endings: Sequence[resume.Ending]) -> resume.Ending:
+    """Ending of all ranks, of which some may not know that all have agreed."""
+    return resume.Ending(
+        stopped_by=max(one.stopped_by for one in endings),
+        requested=max(one.requested for one in endings),
+        is_ended=any(one.is_ended for one in endings),
+        is_closed=any(one.is_closed for one in endings),
+    )
+
+
 def _numbers(config: Config, job: Job, num_ranks: int) -> Numbers:
     if not job.follows_schedule:  # a script's numbers do not depend on the ranks
         return job.numbers
-    return derive(config, num_ranks, len(job.data_set.train), len(job.data_set.test))
+    before = job.numbers
+    rows = 0 if job.data_set.train.has_classes else before.samples_per_step
+    return derive(config, num_ranks, before.num_train, before.num_test, rows)
 
 
 def _place_of(saved: dict[str, Any], start: resume.Start, job: Job) -> dict[str, Any]:

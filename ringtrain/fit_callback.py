@@ -156,6 +156,10 @@ class Run(keras.callbacks.Callback):
         self._call("on_train_end", logs, after_others=True)
         self._run = None
         with keras_fit.journaled(run):
+            if run.clock.epoch_complete:
+                run.callbacks.saver.finish()
+            else:  # it would not resume within an epoch
+                hvd.run_together(run.callbacks.saver.wait)
             self._training.close()
             run.terminal = self._shown
             summary, exit_code = train.finish(run)

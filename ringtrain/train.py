@@ -294,7 +294,7 @@ def _monitored(run: RunContext, monitor: heartbeat.Monitor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def training(run: RunContext) -> Iterator[None]:
-    """Context in which a run trains with `run.callbacks`; at its end, the state is saved. Collective."""
+    """Context in which a run trains with `run.callbacks`. Collective."""
     from ringtrain import hvd
     from ringtrain.run.callbacks import Callbacks
 
@@ -310,12 +310,7 @@ def training(run: RunContext) -> Iterator[None]:
         run.callbacks = Callbacks(run, progress)
         stack.enter_context(run.callbacks.trackers)
         yield
-        # The last state is saved, unless a run that resumes after whole epochs has ended within one.
-        if run.clock.epoch_complete or run.resumes_within_epochs:
-            run.callbacks.saver.finish()
-        else:
-            hvd.run_together(run.callbacks.saver.wait)
-        # Only now: a run that was stopped resumes with each rank's own weights and statistics.
+        # Only now, as all is saved: a run that was stopped resumes with each rank's own weights and statistics.
         hvd.end_round(run.model)
         hvd.average_moving_statistics(run.model, config.model.not_averaged)
 

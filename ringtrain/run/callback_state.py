@@ -37,6 +37,8 @@ CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
 KERAS_OBJECTS = (keras.Layer, keras.metrics.Metric, keras.optimizers.Optimizer)
 MAX_COMPARED_BYTES = 1 << 20
 """Size up to which an object that cannot be saved is compared by its content, above by its identity."""
+Values = dict[str, tuple[bytes, Any, Arrays]]
+"""Digest, plain value and arrays of each attribute of a callback that can be saved."""
 
 
 class OfTheModel(Exception):
@@ -74,7 +76,7 @@ class CallbackState:
             states.append({"class": type(callback).__name__, "values": values})
         return states, arrays
 
-    def _saved(self, number: int) -> dict[str, tuple[bytes, Any, Arrays]]:
+    def _saved(self, number: int) -> Values:
         """Digest, plain value and arrays of each attribute of a callback that can be saved."""
         return values_of(self.callbacks[number], variables_of(self.model), f"callback-{number}")
 
@@ -111,6 +113,30 @@ class CallbackState:
             print(f"ringtrain: {text}; numbers, arrays and variables are saved", file=sys.stderr, flush=True)
 
 
+class SharedCallbackState(CallbackState):
+    """State of callbacks that ranks give each other, and that is restored over another one."""
+
+    def __init__(self, callbacks: Sequence[keras.callbacks.Callback], model: Any) -> None:
+        super().__init__(callbacks, model)
+        known = variables_of(model)
+        self._at_start = [copy.deepcopy(values_of(callback, known, "callback")) for callback in callbacks]
+
+    def shared(self) -> list[dict[str, Any]]:
+        """State for `restore` on another rank."""
+        return loaded_callbacks(*self.save())
+
+    def return_to_start(self) -> None:
+        """Sets the values at the start, which the state of another rank leaves out."""
+        known = variables_of(self.model)
+        for callback, values in zip(self.callbacks, self._at_start, strict=True):
+            _set_changed(callback, values, known)
+
+    def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Sets the state of another rank."""
+        self.return_to_start()
+        restore_callbacks(self.callbacks, states)
+
+
 def variables_of(model: Any) -> set[int]:
     """Ids of all variables of a model and its optimizers."""
     if model is None:
@@ -119,7 +145,7 @@ def variables_of(model: Any) -> set[int]:
     return {id(variable) for variable in (*model.variables, *slots)}
 
 
-def values_of(callback: Any, known: set[int], prefix: str) -> dict[str, tuple[bytes, Any, Arrays]]:
+def values_of(callback: Any, known: set[int], prefix: str) -> Values:
     """Digest, plain value and arrays of each attribute that can be saved; `known`: variables to leave out."""
     values = {}
     for name, attribute in vars(callback).items():
@@ -231,6 +257,15 @@ def _set(callback: Any, values: Mapping[str, Any]) -> None:
         vars(callback)[name] = _decoded(value, vars(callback).get(name), known)
 
 
+def _set_changed(callback: Any, before: Values, known: set[int]) -> None:
+    """Sets the attributes that have other values than before."""
+    after = values_of(callback, known, "callback")
+    for name, (digest, value, parts) in before.items():
+        if name in after and after[name][0] != digest:
+            (state,) = loaded_callbacks([{"values": {name: value}}], parts)
+            _set(callback, state["values"])
+
+
 def _decoded(value: Any, current: Any, known: set[int]) -> Any:
     """Value of an attribute that holds `current`: variables in it are set, everything else is new."""
     if isinstance(value, list):
@@ -274,24 +309,39 @@ def _decoded(value: Any, current: Any, known: set[int]) -> Any:
     return content
 
 
+class Snapshot:
+    """Values of a model, its optimizers and callbacks, to which they can return."""
+
+    def __init__(self, model: Any, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+        slots = [variable for optimizer in hvd.optimizers_of(model) for variable in optimizer.variables]
+        self._variables = [part for variable in (*model.variables, *slots) for part in hvd.copies_of(variable)]
+        self._arrays = [np.array(variable) for variable in self._variables]
+        self._callbacks, self._known = callbacks, variables_of(model)
+        self._attributes = [dict(vars(callback)) for callback in callbacks]
+        self._values = [copy.deepcopy(values_of(callback, self._known, "callback")) for callback in callbacks]
+
+    def restore(self) -> None:
+        """Restores the values, and attributes of the callbacks that are new, gone, or another object."""
+        for callback, attributes in zip(self._callbacks, self._attributes, strict=True):
+            vars(callback).clear()
+            vars(callback).update(attributes)
+        self.restore_values()
+
+    def restore_values(self) -> None:
+        """Restores the values; attributes of the callbacks that cannot be saved, or are new, stay."""
+        for variable, array in zip(self._variables, self._arrays, strict=True):
+            if not np.array_equal(variable.numpy(), array):
+                variable.assign(array)
+        for callback, values in zip(self._callbacks, self._values, strict=True):
+            _set_changed(callback, values, self._known)
+
+
 @contextlib.contextmanager
 def unchanged_afterwards(model: Any, callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[None]:
     """Context after which a model, its optimizers and what can be saved of callbacks are as they were before."""
-    slots = [variable for optimizer in hvd.optimizers_of(model) for variable in optimizer.variables]
-    variables = [part for variable in (*model.variables, *slots) for part in hvd.copies_of(variable)]
-    arrays = [np.array(variable) for variable in variables]
-    known = variables_of(model)
-    states = [copy.deepcopy(values_of(callback, known, "callback")) for callback in callbacks]
+    before = Snapshot(model, callbacks)
     yield
-    for variable, array in zip(variables, arrays, strict=True):
-        if not np.array_equal(variable.numpy(), array):
-            variable.assign(array)
-    for callback, before in zip(callbacks, states, strict=True):
-        after = values_of(callback, known, "callback")
-        for name, (digest, value, parts) in before.items():
-            if name not in after or after[name][0] != digest:
-                restored = loaded_callbacks([{"values": {name: value}}], parts)
-                _set(callback, restored[0]["values"])
+    before.restore_values()
 
 
 def _attributes_of_keras(callback: keras.callbacks.Callback) -> set[str]:

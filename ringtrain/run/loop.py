@@ -27,15 +27,18 @@ def train(run: RunContext) -> None:
     model, clock = run.model, run.clock
     callbacks = CallbacksOfRun(run)
     model.stop_training = False
-    logs: Mapping[str, Any] | None = None
+    logs: Mapping[str, Any] | None = dict(run.start.metrics) or None
 
     # The strategy makes the steps; it may prepare the next epoch's batches before this one ends.
     with run.strategy.training(run) as steps_of:
+        if run.callback_state is not None:  # of ranks that change: those that stay may have a later state
+            run.callback_state.return_to_start()
         callbacks.on_train_begin()
         callback_state.restore_callbacks(run.all_callbacks or run.users_callbacks, run.start.callbacks)
 
-        # The ranks agree on the end: a callback of one alone may set `stop_training`.
-        while clock.epoch < run.config.train.epochs and not run.callbacks.stop.stopped_by:
+        # The ranks agree on the end: a callback of one alone may set `stop_training`. An epoch whose end a change of
+        # ranks has interrupted is ended in any case.
+        while clock.epoch < run.config.train.epochs and (clock.is_open or not run.callbacks.stop.stopped_by):
             # All of an epoch, or what is left of it: after a resume, or after a change of ranks.
             epoch, steps = clock.begin_epoch()
             model.reset_metrics()
@@ -45,7 +48,10 @@ def train(run: RunContext) -> None:
             clock.add_saved_metrics()
             logs = _end_epoch(run, callbacks, epoch, step_logs)
 
-        # Averages of the weights replace them now, as nothing is trained any more.
+        # Nothing is trained any more. First the trained state is saved: whoever continues it, with more epochs or after
+        # a kill, must not begin with the weights that averages and callbacks now put in its place.
+        run.callbacks.saver.finish()
+        clock.keep_state()
         for optimizer in hvd.optimizers_of(model):
             inner = getattr(optimizer, "inner_optimizer", optimizer)
             optimizer.finalize_variable_values(inner._trainable_variables)
@@ -73,6 +79,7 @@ def _end_epoch(run: RunContext, callbacks: Any, epoch: int, step_logs: Mapping[s
     """Calls on_epoch_end; the user's callbacks see complete epochs only, as their state will be saved."""
     run.model.stop_training = False  # set again if a stop is decided; callbacks may ask for the end as well
     if run.clock.epoch_complete:
+        run.clock.keep_state()
         callbacks.on_epoch_end(epoch, dict(run.model._get_metrics_result_or_logs(step_logs)))
         return run.callbacks.evaluation.logs  # with the metrics of all ranks
     users = {id(callback) for callback in run.users_callbacks}

@@ -29,6 +29,20 @@ from ringtrain.run.model_state import Arrays
 
 
 @dataclass(frozen=True)
+class Ending:
+    """Why training is about to end."""
+
+    stopped_by: str = ""
+    """Reason on which the ranks have agreed."""
+    requested: str = ""
+    """Reason that a rank has given, and on which they agree next."""
+    is_ended: bool = False
+    """Whether a callback has asked for the end."""
+    is_closed: bool = False
+    """Whether nothing is saved any more, since the loss is not finite."""
+
+
+@dataclass(frozen=True)
 class Start:
     """Position at which a run starts or resumes."""
 
@@ -47,6 +61,8 @@ class Start:
     """State of the callbacks of a script or of train.callbacks."""
     is_ended: bool = False
     """Whether a callback had asked for the end when the checkpoint was saved."""
+    ending: Ending = Ending()
+    """Of the ranks that trained before a change of ranks."""
     metrics_state: tuple[NDArray[Any], ...] = ()
     """Metric sums of this rank, if in the middle of an epoch."""
     refused: tuple[str, ...] = ()
@@ -154,6 +170,12 @@ class Clock(keras.callbacks.Callback):
         self.before = self.global_step
         self.global_step = math.ceil(self.global_step / self.steps_per_epoch) * self.steps_per_epoch
         self.status.put(self.global_step, "")
+
+    def keep_state(self) -> None:
+        """Keeps the state before the end of an epoch or of training, which a change of ranks may interrupt.
+
+        Does nothing here.
+        """
 
     def passed(self, every: int) -> bool:
         """Whether the last call of a step has reached a multiple of `every`."""

@@ -63,12 +63,12 @@ class Saver(keras.callbacks.Callback):
         self.facts |= {"versions": tracking.versions(), "checksums": dict(run.checksums)}
         self.metrics, self.best_by = dict(run.start.metrics), f"{run.validation.prefix}accuracy"
         self.monitored, self.is_due, self.while_saving, self.is_ended = monitored, is_due, while_saving, is_ended
-        self.callback_state = run.callback_state
+        self.callback_state: CallbackState | None = run.callback_state
         if run.users_callbacks and self.callback_state is None:
             self.callback_state = CallbackState(run.users_callbacks, run.model)
         self.resumes_within_epochs = run.resumes_within_epochs
         self.saved_step = -1
-        self.is_closed = False
+        self.is_closed = run.start.ending.is_closed
         self._failed_step = -2
         self.saves: dict[str, Any] = {"count": 0, "stall_s": 0.0, "longest_stall_s": 0.0, "write_s": 0.0, "failed": []}
         self._floating = [weight for weight in run.model.weights if keras.backend.is_float_dtype(weight.dtype)]

@@ -24,6 +24,7 @@ from ringtrain.derived import lower_is_better
 from ringtrain.errors import ConfigError, DataError, NonFiniteLoss
 from ringtrain.monitor.journal import Journal
 from ringtrain.optim import optimizers
+from ringtrain.run import resume
 from ringtrain.run.console import A_CALLBACK
 
 if TYPE_CHECKING:
@@ -78,9 +79,12 @@ class StopTogether(keras.callbacks.Callback):
         every_save = config.checkpoint.every_steps or steps_per_epoch
         self.every_steps = {config.health.agree_every_steps, every_save, steps_per_epoch}
         self.save_is_due = False
-        self.is_ended = run.ends_with_callbacks and run.start.is_ended
-        self.stopped_by = A_CALLBACK if self.is_ended else ""
-        self._reason = ""
+        before = run.start.ending
+        self.is_ended = before.is_ended or (run.ends_with_callbacks and run.start.is_ended)
+        self.stopped_by = before.stopped_by
+        if self.is_ended:
+            self.stopped_by = self.stopped_by or A_CALLBACK
+        self._reason = before.requested
         self._begin_s = self._saved_s = time.monotonic()
         self._first_bad_step = 0
 
@@ -88,6 +92,11 @@ class StopTogether(keras.callbacks.Callback):
     def exit_code(self) -> int:
         """0, or 128 + the number of the signal that ended training."""
         return 128 + NAMES[self.stopped_by] if self.stopped_by in NAMES else 0
+
+    @property
+    def ending(self) -> resume.Ending:
+        """Agreements and requests so far, with which other ranks continue."""
+        return resume.Ending(self.stopped_by, self._reason, self.is_ended, self.run.callbacks.saver.is_closed)
 
     def request(self, reason: str) -> None:
         """Requests the end of training at the next agreement of the ranks, at the latest after the epoch."""

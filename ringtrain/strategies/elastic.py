@@ -23,7 +23,7 @@ from ringtrain.optim.step import Step, step_of_all_ranks
 from ringtrain.optim.sums import SumsOverRanks
 from ringtrain.protocol.env import SLOT
 from ringtrain.run import devices, evaluation, resume
-from ringtrain.run.callback_state import CallbackState, loaded_callbacks
+from ringtrain.run.callback_state import SharedCallbackState, Snapshot
 from ringtrain.strategies import samples
 from ringtrain.strategies.base import StepsOf
 from ringtrain.strategies.ring import Ring
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ringtrain.run.context import Job, RunContext
+    from ringtrain.run.stopping import StopTogether
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Elastic(Ring):
 
     Attributes:
         scheduler: Batch scheduler of the current generation, once it trains.
+        ending: Why this rank was about to end before the last change.
         reached: Furthest step that this process has begun.
         has_log: Whether this process writes to a log of the run.
     """
@@ -90,7 +92,8 @@ class Elastic(Ring):
             )
         self.scheduler: BatchScheduler | None = None
         self.state: Any = None
-        self.callback_state: CallbackState | None = None
+        self.callback_state: SharedCallbackState | None = None
+        self.ending = resume.Ending()
         self.reached = 0
         self.has_log = False
 
@@ -123,17 +126,18 @@ class Elastic(Ring):
         model.train_function = None  # an earlier one makes another step
 
     def settle(self) -> int:
-        """Undoes an interrupted step, and notes in the state how far this rank is."""
+        """Undoes an interrupted step or end of an epoch or of training, and notes how far this rank is."""
         state, scheduler = self.state, self.scheduler
         if scheduler is None:
             return int(state.progress)  # nothing was trained since the last change
+        self.ending = scheduler.undo_end()
         self.reached = max(self.reached, scheduler.global_step + bool(self.step and self.step.undo()))
         scheduler.write_down()
         state.place = scheduler.current if scheduler.is_open else scheduler.place
         sums = scheduler.metrics_state or scheduler.sums
         if not scheduler.is_open and not scheduler.metrics_state:
             sums = tuple(evaluation.states_of_metrics(state.model)) if scheduler.place.position else ()
-        callbacks = loaded_callbacks(*self.callback_state.save()) if self.callback_state else ()
+        callbacks = self.callback_state.shared() if self.callback_state else ()
         state.start = dataclasses.replace(
             state.start,
             global_step=scheduler.global_step,
@@ -142,7 +146,8 @@ class Elastic(Ring):
             begun_epoch=scheduler.begun_epoch,
             callbacks=callbacks,
         )
-        state.progress = 2 * scheduler.global_step + (not scheduler.is_open)
+        is_rank_0 = scheduler.run.rank == 0  # of those that are furthest: it alone has called its own callbacks since
+        state.progress = progress(scheduler.global_step, not scheduler.is_open, is_rank_0)
         return int(state.progress)
 
     def synced(self) -> None:
@@ -165,6 +170,7 @@ class Elastic(Ring):
     def training(self, run: RunContext) -> Iterator[StepsOf]:
         scheduler = cast(BatchScheduler, run.clock)
         scheduler.note_place()
+        scheduler.stop = run.callbacks.stop
         try:
             with super().training(run) as steps_of:
                 yield steps_of
@@ -184,6 +190,14 @@ class Elastic(Ring):
         }
 
 
+def progress(global_step: int, is_closed: bool = True, is_rank_0: bool = False) -> int:
+    """Number that is higher for a rank that is further, or whose state is preferred at the same step.
+
+    is_closed: All that belongs to the end of the step's epoch, if it has ended, is done.
+    """
+    return 4 * global_step + 2 * is_closed + is_rank_0
+
+
 class BatchScheduler(resume.Clock):
     """Counts steps and samples, and sets gradient weight and learning rate of each step.
 
@@ -191,12 +205,15 @@ class BatchScheduler(resume.Clock):
         current: Position in the current epoch, also after its last step.
         is_open: Whether the epoch's last step is made, but not all that belongs to its end.
         sums: What the metrics held after that step.
+        stop: Callback that ends training; None: training has not begun.
     """
 
     def __init__(self, run: RunContext, place: Place) -> None:
         super().__init__(run.start, run.numbers.steps_per_epoch, run.status, run.journal)
         self.run, self.current = run, place
         self.is_open = place.position == place.length > 0
+        self.stop: StopTogether | None = None
+        self._before_end: tuple[Snapshot, resume.Ending] | None = None
         self.sums: tuple[NDArray[Any], ...] = ()
         self.schedule: schedules.Schedule | None = None
         if run.follows_schedule:
@@ -240,6 +257,26 @@ class BatchScheduler(resume.Clock):
             self.turn_over()
         first = self.current.position // self.run.numbers.samples_per_step
         return self.epoch, range(first, first + self.steps_left)
+
+    def keep_state(self) -> None:
+        self._before_end = Snapshot(self.run.model, self.run.users_callbacks), self.ending
+
+    @property
+    def ending(self) -> resume.Ending:
+        """Why training is about to end."""
+        return self.stop.ending if self.stop else self.run.start.ending
+
+    def close_epoch(self) -> None:
+        """Ends the epoch for good: a change of ranks no longer undoes what its end has changed."""
+        self.is_open, self._before_end = False, None
+
+    def undo_end(self) -> resume.Ending:
+        """Undoes an interrupted end of an epoch or of training; returns why training was about to end before it."""
+        if self._before_end is None:
+            return self.ending
+        snapshot, ending = self._before_end
+        snapshot.restore()
+        return ending
 
     def add_saved_metrics(self) -> None:
         self.sums = self.metrics_state or self.sums
@@ -319,25 +356,41 @@ def rows_of_epoch(job: Job, epoch: int) -> int:
 
 
 class Committer(keras.callbacks.Callback):
-    """Asks every few steps for hosts that have joined or left, and closes epochs; must be the last callback."""
+    """Asks every few steps for hosts that have joined or left, and closes epochs; must be the last callback.
 
-    def __init__(self, state: Any, run: RunContext) -> None:
+    Args:
+        of_rank_0: State of the callbacks that run on rank 0 only, which another rank may become.
+    """
+
+    def __init__(self, state: Any, run: RunContext, of_rank_0: SharedCallbackState | None) -> None:
         super().__init__()
-        self.state, self.run = state, run
+        self.state, self.run, self.of_rank_0 = state, run, of_rank_0
         self.scheduler = cast(BatchScheduler, run.clock)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.state.num_commits += 1  # a step is progress, after which the same failure is another one
         is_due = self.scheduler.global_step % self.run.config.elastic.commit_every_steps == 0
         if is_due and not self.scheduler.epoch_complete and not self.run.callbacks.stop.stopped_by:
+            self._share()
             self.state.commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if not self.scheduler.epoch_complete:
             return  # training was stopped
         callbacks = self.run.callbacks
+        self._share()
+        # From here on nothing of the epoch's end is undone.
         metrics, monitored = callbacks.saver.metrics, tuple(callbacks.plateau.values)
         self.state.start = dataclasses.replace(self.state.start, metrics=metrics, monitored=monitored)
-        self.scheduler.is_open = False
-        if not callbacks.stop.stopped_by:  # else a change of ranks would forget that training stops
+        self.scheduler.close_epoch()
+        if not callbacks.stop.stopped_by:  # else new ranks would find nothing to train
             self.state.commit()
+
+    def _share(self) -> None:
+        """Gives all ranks the state of the callbacks that run on rank 0 only. Collective."""
+        if self.of_rank_0 is None:
+            return
+        states = self.of_rank_0.shared() if self.run.rank == 0 else []
+        states = hvd.broadcast_object(states, root_rank=0, name="ringtrain_callbacks_of_rank_0")
+        if self.run.rank > 0:
+            self.of_rank_0.restore(states)

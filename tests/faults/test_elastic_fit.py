@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import keras
+import numpy as np
 from launching import BIN, ROOT, run, warm_python
 
 from ringtrain.monitor import journal
@@ -15,6 +19,8 @@ from ringtrain.protocol.for_script import ForScript
 
 TIMEOUT_S = 300
 SCRIPT = Path(__file__).parent / "elastic_fit.py"
+ENDING = Path(__file__).parent / "ending_fit.py"
+PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SCRIPT.parent)])}
 JOBS = ROOT / "tests" / "matrix" / "jobs.py"
 
 
@@ -22,12 +28,14 @@ def told(folder: Path, **options: object) -> dict[str, str]:
     return {FOR_SCRIPT: ForScript(by="test", options={"run.directory": str(folder), **options}).to_json()}
 
 
-def elastic(folder: Path, words: list[str | Path], **options: object) -> subprocess.CompletedProcess[str]:
-    """Starts a script on 3 ranks that may be lost."""
-    launch = [BIN / "ringtrain", "launch", "--elastic", "-H", "localhost:3", "--min-np", "1", "--max-np", "3"]
+def elastic(
+    folder: Path, words: list[str | Path], num_ranks: int = 3, cooldown_s: tuple[int, int] = (1, 2), **options: object
+) -> subprocess.CompletedProcess[str]:
+    """Starts a script on ranks that may be lost. `cooldown_s`: until a lost one comes back; (0, 0): never."""
+    launch = [BIN / "ringtrain", "launch", "--elastic", "-H", f"localhost:{num_ranks}", "--min-np", 1]
     folder.mkdir(parents=True, exist_ok=True)
-    launch += ["--blacklist-cooldown", "1", "2", "--forward", FOR_SCRIPT, "--"]
-    ended = run(0, [*launch, *warm_python(), *words], TIMEOUT_S, told(folder, **options), cwd=folder)
+    launch += ["--max-np", num_ranks, "--blacklist-cooldown", *cooldown_s, "--forward", FOR_SCRIPT, "--"]
+    ended = run(0, [*launch, *warm_python(), *words], TIMEOUT_S, {**PATH, **told(folder, **options)}, cwd=folder)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended
 
@@ -56,6 +64,34 @@ def test_two_deaths_and_what_comes_back_change_no_bit(tmp_path: Path) -> None:
     sizes = changes(run_folder)
     assert [(before, after) for before, after, _ in sizes] == [(3, 2), (2, 3), (3, 2), (2, 3)]
     assert all(repeated <= 1 for *_, repeated in sizes)
+
+
+def test_deaths_where_epochs_and_training_end_change_no_bit(tmp_path: Path) -> None:
+    """At the end of an epoch, after an agreed stop, and at the end of training; nothing is done twice or forgotten.
+
+    The second rank 0 has the best model of the first, and the last checkpoint the trained weights, not the averages.
+    """
+    options = {"train.virtual_ranks": 4, "health.agree_every_steps": 1}
+    folders = [tmp_path / "alone", tmp_path / "elastic"]
+    folders[0].mkdir()
+    alone = run(0, [sys.executable, ENDING, folders[0], "0"], TIMEOUT_S, told(folders[0], **options), warm=True)
+    chaos = "rank=1 step=46 mode=sigkill"
+    ended = elastic(folders[1], [ENDING, folders[1], "1"], 4, (0, 0), chaos=chaos, **options)
+    (expected,) = re.findall("RESULT (.*)", alone.stdout)
+    assert re.findall("RESULT (.*)", ended.stdout) == [expected]
+    assert expected.endswith("[0, 1, 2, 3] 5.0625 [0, 1, 2, 3]")
+
+    assert [(before, after) for before, after, _ in changes(folders[1] / "run")] == [(4, 3), (3, 2), (2, 1)]
+    summaries = [json.loads((folder / "run" / "summary.json").read_text()) for folder in folders]
+    for key in ("global_step", "stopped_by", "metrics", "checksum"):
+        assert summaries[0][key] == summaries[1][key], key
+    one, other = (np.load(folder / "run" / "checkpoints" / "step-00000046" / "state.npz") for folder in folders)
+    assert {*one} == {*other}
+    for name in one:
+        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+    one, other = (keras.models.load_model(folder / "best.keras", compile=False).get_weights() for folder in folders)
+    for weight, same in zip(one, other, strict=True):
+        np.testing.assert_array_equal(weight, same)
 
 
 def test_a_step_of_the_model_s_own_is_undone_as_a_whole(tmp_path: Path) -> None:

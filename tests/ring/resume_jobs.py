@@ -429,6 +429,12 @@ def configured_averages_and_rates() -> None:
     chaos = ["--chaos", f"rank={hvd.size() - 1} step=6 mode=sigterm"]
     stopped = train.train(config_io.read([*words, "--run.name", "ended", *chaos]))
     assert stopped["stopped_by"] == "SIGTERM" and 4 < stopped["global_step"] < 8
+    path = OUTPUT / f"averaging-{hvd.size()}"
+    left = train.train(config_io.read([*words, "--run.name", "left", "--run.resume", str(path / "whole")]))
+    assert left["checksum"] == whole["checksum"]
+    saved = [np.load(path / name / "checkpoints" / "step-00000012" / "state.npz") for name in ("whole", "left")]
+    for name in saved[0]:  # with nothing to train, it begins and saves the trained weights, not their averages
+        np.testing.assert_array_equal(saved[0][name], saved[1][name], err_msg=name)
     Counted.seen.clear()
     resumed = train.train(config_io.read([*words, "--run.name", "ended", *chaos]))  # the fault happens once
     assert resumed["resumed_from"] and resumed["global_step"] == whole["global_step"]

@@ -166,3 +166,40 @@ def test_what_changes_and_cannot_be_saved_is_named_once(capsys: Any) -> None:
     said = capsys.readouterr().err
     assert said.count("Writes.text changes and cannot be saved (str)") == 1 and said.count("Writes.draw") == 1
     assert said.count("\n") == 2 and "secret" not in said, said
+
+
+def test_a_value_that_has_changed_back_is_restored_over_a_later_one() -> None:
+    """Ranks give each other what is not as at the start; what is so again, they must have, too."""
+    ahead, behind = Keeps(), Keeps(patience=5)
+    states = [callback_state.SharedCallbackState([one], None) for one in (ahead, behind)]
+    behind.train()
+    behind.patience, behind.file = 6, "kept"
+    behind.weights[0][:] = 7.0
+    ahead.best = 0.25
+    states[1].restore(states[0].shared())
+    assert (behind.wait, behind.best, behind.seen, behind.weights) == (0, 0.25, [], None)
+    assert behind.patience == 5, "its own at the start"
+    assert behind.file == "kept"
+
+
+def test_what_an_interrupted_end_has_changed_is_undone() -> None:
+    """Values, containers that were changed in place, and attributes that are new, gone, or other objects."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    model.optimizer.build(model.trainable_variables)
+    callback = KeepsMore()
+    callback.history, callback.timer = {"loss": [1.0]}, object()
+    timer, average = callback.timer, callback.average
+    before = callback_state.Snapshot(model, [callback])
+    callback.train()
+    callback.history["loss"].append(2.0)
+    del callback.timer
+    for variable in (*model.variables, *model.optimizer.variables):
+        variable.assign(keras.ops.ones_like(variable) * 3)
+    before.restore()
+    assert callback.history == {"loss": [1.0]} and callback.timer is timer
+    assert callback.seen == set() and callback.last == collections.deque() and not callback.counts
+    assert callback.average is average and not np.any(average) and float(callback.metric.result()) == 0
+    assert not hasattr(callback, "later")
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.1) and int(model.optimizer.iterations) == 0
+    assert not any(np.all(np.array(weight) == 3) for weight in model.weights)
