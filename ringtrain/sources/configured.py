@@ -74,10 +74,10 @@ def _job(process: Process, given: data.FitArguments) -> Job:
     name, size = config.data.name, num_shards(config, hvd.size())
     if not process.strategy.trains_rows:
         raise ConfigError(f"data.name: {name}: {setup.NO_CLASSES}")
-    if process.strategy.ranks_change:
+    if process.strategy.ranks_change and not config.train.virtual_ranks:
         raise ConfigError(
-            f"data.name: {name}: an elastic run of ringtrain.train needs samples with integer classes: train other"
-            " data with ringtrain.fit"
+            f"data.name: {name}: without integer classes, an elastic run of ringtrain.train divides its data by"
+            " train.virtual_ranks, whose number stays: give it, or use ringtrain.fit"
         )
     if config.train.jit:
         raise ConfigError("train.jit: it needs samples with integer classes: leave it out")

@@ -185,11 +185,6 @@ def _prepare(process: Process, model: keras.Model, train: Any, batch_size: int) 
             "ringtrain.fit: virtual ranks and elastic jobs reduce gradients by themselves: leave out"
             " hvd.DistributedOptimizer"
         )
-    if process.strategy.ranks_change and train.may_end_early:
-        raise ConfigError(
-            "ringtrain.fit: an elastic job needs epochs of a known length: use assert_cardinality, or repeat() and"
-            " steps_per_epoch"
-        )
     unlike = build(process, model, train, batch_size)
     if process.strategy.shares_state:
         return unlike
@@ -207,6 +202,11 @@ def build(process: Process, model: keras.Model, train: data.Arrays | data.Stream
 
     Returns the parts of the model whose results are not those of one process.
     """
+    if process.strategy.ranks_change and train.may_end_early:
+        raise ConfigError(
+            "ringtrain.fit: an elastic job needs epochs of a known length: use assert_cardinality, or repeat() and"
+            " steps_per_epoch"
+        )
     optimizers = hvd.optimizers_of(model)
     changed = changed_options(process.config).items()
     options = {name: value for name, value in changed if name.startswith(OF_OPTIMIZER)}

@@ -100,3 +100,19 @@ def test_a_step_of_the_model_s_own_is_undone_as_a_whole(tmp_path: Path) -> None:
     ledger = journal.ledger(journal.read(tmp_path / "adversarial"), 3)
     assert ledger.breaches == () and set(ledger.epochs.values()) == {107}
     assert changes(tmp_path / "adversarial")[0][:2] == (3, 2)
+
+
+def test_the_configured_trainer_loses_a_rank_with_targets_of_any_kind(tmp_path: Path) -> None:
+    """With a smaller last batch; weights and metrics are those of one process."""
+    words = ["-m", "ringtrain.train", "--data.name", "targets:data", "--model.name", "targets:model"]
+    words += ["--model.loss", "mse", "--model.metrics", "mae", "--run.name", "run"]
+    words += ["--train.batch-size", "4", "--train.virtual-ranks", "4", "--train.epochs", "4"]
+    alone, changed = tmp_path / "alone", tmp_path / "elastic"
+    run(0, [sys.executable, *words, "--run.directory", alone], TIMEOUT_S, PATH, warm=True)
+    elastic(changed, [*words, "--run.directory", changed, "--chaos", "rank=0 step=9 mode=sigkill"], 2, (0, 0))
+    summaries = [json.loads((folder / "run" / "summary.json").read_text()) for folder in (alone, changed)]
+    for key in ("checksum", "metrics", "global_step"):
+        assert summaries[0][key] == summaries[1][key], key
+    ledger = journal.ledger(journal.read(changed / "run"), 4)
+    assert ledger.breaches == () and set(ledger.epochs.values()) == {107}
+    assert changes(changed / "run")[0][:2] == (2, 1)
