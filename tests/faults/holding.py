@@ -14,6 +14,10 @@ STEP_S = 0.05
 
 
 class Holding(keras.callbacks.Callback):
+    def __init__(self, step_s: float = STEP_S) -> None:
+        super().__init__()
+        self.step_s = step_s
+
     def on_train_batch_end(self, batch, logs=None) -> None:
         if Path(os.environ[HOLD]).exists():
-            time.sleep(STEP_S)
+            time.sleep(self.step_s)

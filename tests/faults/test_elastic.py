@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import secrets
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attacker
@@ -28,13 +31,16 @@ from launching import BIN, ROOT, run, warm_python
 from recording import RECORDS, WRONG, recorded_s, trained_by_epoch
 
 from ringtrain.monitor import journal
+from ringtrain.protocol.env import FOR_SCRIPT
+from ringtrain.protocol.for_script import ForScript
 
 sys.path.append(str(ROOT / "tests" / "cluster"))
 from lab import wait_for
 
 TIMEOUT_S = 300.0
 ONE, ANOTHER, THIRD = "localhost:1\n", "127.0.0.1:1\n", f"{socket.gethostname()}:1\n"
-NUM_KILLS = 20 if os.environ.get("RINGTRAIN_CHAOS") == "full" else 3
+FULL = os.environ.get("RINGTRAIN_CHAOS") == "full"
+NUM_KILLS = 20 if FULL else 3
 TRAIN = [
     "--data.name",
     "recording:data",
@@ -50,28 +56,42 @@ PATHS = os.pathsep.join(map(str, (ROOT, Path(__file__).parent)))
 
 
 class Elastic:
-    """A launch into folder/run that takes its time until `finish`."""
+    """A launch into folder/run that takes its time until `finish`.
 
-    def __init__(self, folder: Path, hosts: str, *options: str) -> None:
+    Args:
+        program: Arguments of Python; () for the trainer, with `options`.
+        environ: Variables of the ranks.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        hosts: str,
+        *options: str,
+        program: Sequence[str | Path] = (),
+        environ: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.folder = folder
         self.hosts, self.held = folder / "hosts", folder / "hold"
         self.hosts.write_text(hosts)
         self.held.touch()
         launch = [BIN / "ringtrain", "launch", "--elastic", "--max-np", "3", "--network-interface", "lo"]
         launch += ["--host-discovery", f"cat {self.hosts}", "--blacklist-cooldown", "1", "3"]
-        launch += [word for name in (HOLD, RECORDS, WRONG) for word in ("--forward", name)]
-        command = [*launch, "--", *warm_python(), "-m", "ringtrain.train", *TRAIN, *options]
-        command += ["--run.directory", folder, "--train.callbacks", "recording:Recording", "holding:Holding"]
+        launch += [word for name in (HOLD, RECORDS, WRONG, *environ) for word in ("--forward", name)]
+        if not program:
+            program = ["-m", "ringtrain.train", *TRAIN, *options, "--run.directory", folder]
+            program += ["--train.callbacks", "recording:Recording", "holding:Holding"]
+        command = [*launch, "--", *warm_python(), *program]
         # So long, that whoever waits for it does not get through here.
         timeout = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
-        environ = {WRONG: "0"} | os.environ | {"PYTHONPATH": PATHS, HOLD: str(self.held), RECORDS: str(folder)}
+        variables = {WRONG: "0"} | os.environ | {"PYTHONPATH": PATHS, HOLD: str(self.held), RECORDS: str(folder)}
         self.output = folder / "output"
         with self.output.open("a") as output:
             self.process = subprocess.Popen(
                 list(map(str, command)),
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environ | timeout,
+                env={**variables, **timeout, **environ},
                 start_new_session=True,
             )
 
@@ -148,8 +168,8 @@ class Elastic:
 def start(tmp_path: Path) -> Iterator[Callable[..., Elastic]]:
     started: list[Elastic] = []
 
-    def begin(*options: str) -> Elastic:
-        started.append(Elastic(tmp_path, *options))
+    def begin(*options: str, **script: Any) -> Elastic:
+        started.append(Elastic(tmp_path, *options, **script))
         return started[-1]
 
     yield begin
@@ -157,6 +177,28 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Elastic]]:
         if one.process.poll() is None:
             one.process.terminate()  # it ends its ranks
             one.process.wait(TIMEOUT_S)
+
+
+def kill_at_random(
+    elastic: Elastic, num_changes: int, draw: random.Random, within_s: float = STEP_S
+) -> tuple[list[float], int]:
+    """Kills a random one of three ranks at a random moment, and waits for its return, several times.
+
+    Returns the times of the kills, and the number of changes after them.
+    """
+    killed_s = []
+    for _ in range(NUM_KILLS):
+        time.sleep(draw.random() * within_s)
+        killed_s.append(time.time())
+        os.kill(elastic.process_of(draw.randrange(3)), signal.SIGKILL)
+        num_changes = elastic.wait_for_size(3, since=num_changes + 1)
+    return killed_s, num_changes
+
+
+def seconds_to_a_step(elastic: Elastic, killed_s: Sequence[float]) -> list[float]:
+    """Seconds from each kill to the next step that any rank has recorded."""
+    steps_s = sorted(recorded_s(elastic.folder))
+    return [min(at for at in steps_s if at > begin_s + 0.2) - begin_s for begin_s in killed_s]
 
 
 def proven(elastic: Elastic, num_epochs: int) -> journal.Ledger:
@@ -233,12 +275,7 @@ def test_deaths_cost_a_step_and_no_bit(start: Callable[..., Elastic], tmp_path: 
     elastic.hosts.write_text("localhost:3\n")
     num_changes = elastic.wait_for_size(3, since=0)
     seed = secrets.randbelow(2**32)
-    draw, killed_s = random.Random(seed), []
-    for _ in range(NUM_KILLS):
-        time.sleep(draw.random() * STEP_S)  # a random part of a step
-        killed_s.append(time.time())
-        os.kill(elastic.process_of(draw.randrange(3)), signal.SIGKILL)
-        num_changes = elastic.wait_for_size(3, since=num_changes + 1)
+    killed_s, num_changes = kill_at_random(elastic, num_changes, random.Random(seed))
     elastic.hosts.write_text("localhost:2\n")
     elastic.wait_for_size(2, since=num_changes)
     elastic.finish()
@@ -247,8 +284,7 @@ def test_deaths_cost_a_step_and_no_bit(start: Callable[..., Elastic], tmp_path: 
         assert len(trained) == 1344 and set(trained.values()) == {1}, seed
     summary = elastic.summary()
     changes = summary["resizes"]
-    steps_s = sorted(record_s for record_s in recorded_s(elastic.folder))
-    waited_s = [min(at for at in steps_s if at > begin_s + 0.2) - begin_s for begin_s in killed_s]
+    waited_s = seconds_to_a_step(elastic, killed_s)
     print(f"seed {seed}; {changes}; seconds from a kill to a step: {[round(one, 2) for one in waited_s]}")
     assert len(changes) >= 2 * NUM_KILLS + 2 and changes[-1]["to"] == summary["num_ranks"] == 2, (seed, changes)
     assert {change["lost_steps"] for change in changes} <= {0, 1}, (seed, changes)
@@ -261,6 +297,43 @@ def test_deaths_cost_a_step_and_no_bit(start: Callable[..., Elastic], tmp_path: 
     assert {name: summary[name] for name in ("checksum", "metrics")} == {
         name: undisturbed[name] for name in ("checksum", "metrics")
     }, seed
+
+
+@pytest.mark.skipif(not FULL, reason="make chaos; test_elastic_fit.py has fewer deaths")
+def test_deaths_cost_a_text_classifier_of_fit_a_step_and_no_bit(
+    start: Callable[..., Elastic], tmp_path: Path, tally: Callable[[str, str], None]
+) -> None:
+    """Embedding, LSTM with masks, dropout: a random one of three ranks is killed at a random moment, and returns."""
+    epochs = 250
+
+    def of_script(folder: Path) -> dict[str, str]:
+        options = {"run.directory": str(folder), "train.virtual_ranks": 4}
+        return {FOR_SCRIPT: ForScript(by="test", options=options).to_json()}
+
+    script = [Path(__file__).parent / "killed_text.py", str(epochs)]
+    elastic = start("localhost:3\n", program=script, environ=of_script(tmp_path))
+    elastic.wait_for_commits(2)
+    seed = int(os.environ.get("RINGTRAIN_TEST_SEED", secrets.randbelow(2**32)))
+    killed_s, _ = kill_at_random(elastic, 0, random.Random(seed), within_s=2.0)
+    load = os.getloadavg()[1]
+    output = elastic.finish()
+
+    ledger = proven(elastic, epochs)
+    assert ledger.undone == 0 and len(set(ledger.epochs.values())) == 1, seed
+    changes = elastic.summary()["resizes"]
+    assert len(changes) >= 2 * NUM_KILLS and {change["lost_steps"] for change in changes} <= {0, 1}, (seed, changes)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    environ = {**of_script(alone), "PYTHONPATH": PATHS, HOLD: str(tmp_path / "released"), RECORDS: str(alone)}
+    undisturbed = run(0, [sys.executable, *script], 600, environ, warm=True)
+    (expected,) = re.findall("RESULT (.*)", undisturbed.stdout)
+    assert {*re.findall("RESULT (.*)", output)} == {expected}, seed
+
+    waited_s = seconds_to_a_step(elastic, killed_s)
+    times = f"{statistics.median(waited_s):.1f} s ({min(waited_s):.1f} to {max(waited_s):.1f})"
+    repeated = sum(change["lost_steps"] for change in changes)
+    result = f"same bits; {repeated} steps repeated; {times} to the next step, at a load of {load:.1f}; seed {seed}"
+    tally(f"{NUM_KILLS} kills of 3 ranks, a text classifier", result)
 
 
 def test_the_per_rank_batch_stays_through_a_change_and_a_stop(start: Callable[..., Elastic]) -> None:
