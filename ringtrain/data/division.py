@@ -10,7 +10,7 @@ the first batches show it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,8 @@ REPEATED: dict[str, Callable[[Any, Any], Any]] = {
     "_AssertCardinalityDataset": lambda dataset, earlier: dataset,
 }
 """How a dataset without a function and a state is made again, given its new input and the earlier one."""
+AGAIN_AFTER_BATCH = REPEATED | {"CacheDataset": lambda dataset, earlier: dataset.cache()}
+"""A cache before `batch` stays whole, with the maps before it: it is there to spare their work."""
 NUM_TRIED = 2
 """batches of which the parts are compared with the whole ones"""
 
@@ -116,14 +118,14 @@ def division_of(dataset: tf.data.Dataset) -> tuple[Division | None, str]:
         return None, "padded_batch() pads to the longest row of the whole batch" if padded else "it has no batch()"
     place = batches[0]
     for one in chain[:place]:
-        if why := _why_whole(one):
+        if why := _why_whole(one, AGAIN_AFTER_BATCH):
             return None, f"after batch() comes {why}"
 
     # Up to the first map that can be divided; what follows it is made again.
     before: list[Any] = []
     remark = ""
     for number, one in enumerate(chain[place + 1 :], place + 1):
-        why = _why_whole(one)
+        why = _why_whole(one, REPEATED)
         if why:
             remark = f"{why} comes after map(): put it before" if not _is_map(one) else why
             if not _has_map(chain[number:]):
@@ -169,17 +171,18 @@ def _has_map(datasets: Sequence[Any]) -> bool:
     return any(_is_map(one) or _has_map(one._inputs()) for one in datasets)
 
 
-def _why_whole(dataset: Any) -> str:
+def _why_whole(dataset: Any, again: Container[str]) -> str:
     """What keeps a dataset from being made again for a rank's rows, as a phrase; "": nothing."""
     if _is_map(dataset):
         state = pipeline_graph.state_of(dataset._map_func.function)
         return f"map() with {state}" if state else ""
     name = type(dataset).__name__
-    return "" if name in REPEATED else f"{name.strip('_').removesuffix('Dataset').lower()}()"
+    in_a_file = name == "CacheDataset" and bool(dataset._filename.numpy())
+    return "" if name in again and not in_a_file else f"{name.strip('_').removesuffix('Dataset').lower()}()"
 
 
 def _again(earlier: Any, dataset: tf.data.Dataset) -> Any:
-    return REPEATED[type(earlier).__name__](dataset, earlier)
+    return AGAIN_AFTER_BATCH[type(earlier).__name__](dataset, earlier)
 
 
 def _mapped(dataset: tf.data.Dataset, earlier: Any) -> tf.data.Dataset:

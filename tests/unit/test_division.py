@@ -58,6 +58,7 @@ DIVIDED = {
     "zip": lambda: (
         tf.data.Dataset.zip((rows(), rows().skip(1))).map(lambda one, other: (one[0] + other[0], 1)).batch(7)
     ),
+    "cache of batches": lambda: rows().shuffle(9, seed=1).batch(16).map(twice).cache().prefetch(1),
     "small batches": lambda: rows().map(twice).batch(2),
     "cache of rows": lambda: rows().map(drawn).cache().shuffle(20, seed=1).map(twice).batch(16),
 }
