@@ -1,9 +1,9 @@
 """Data-parallel training of Keras 3 models with Horovod.
 
 ``ringtrain.fit`` trains the compiled model of a script on all ranks, ``ringtrain.evaluate`` and ``ringtrain.predict``
-use it there. ``ringtrain.run`` calls a function on ranks that it starts, ``ringtrain.train`` is the training job of a
-configuration, ``ringtrain.hvd`` is Horovod under its own names as Keras 3 needs it. This module imports neither Horovod
-nor TensorFlow.
+use it there. ``ringtrain.loop`` makes a run of a training loop of the script's own, ``ringtrain.run`` calls a function
+on ranks that it starts, ``ringtrain.train`` is the training job of a configuration, ``ringtrain.hvd`` is Horovod under
+its own names as Keras 3 needs it. This module imports neither Horovod nor TensorFlow.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 LAZY = {
     **{"fit": "ringtrain.keras_fit", "start": "ringtrain.keras_fit", "run": "ringtrain.function_call"},
     **{"evaluate": "ringtrain.keras_evaluate", "predict": "ringtrain.keras_evaluate"},
+    "loop": "ringtrain.own_loop",
     "from_rank_0": "ringtrain.data.from_rank_0",
     "trial": "ringtrain.protocol.for_script",
 }
@@ -30,6 +31,7 @@ if TYPE_CHECKING:  # for editors and mypy
     from ringtrain.keras_evaluate import predict as predict
     from ringtrain.keras_fit import fit as fit
     from ringtrain.keras_fit import start as start
+    from ringtrain.own_loop import loop as loop
     from ringtrain.protocol.for_script import trial as trial
 else:
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
 
-from ringtrain import data, hvd, keras_fit, strategies, train
+from ringtrain import hvd, keras_fit, strategies, train
 from ringtrain.config import Config, changed_options, with_values
 from ringtrain.errors import ConfigError
 from ringtrain.hvd.callbacks import refuse_other_batches
@@ -19,10 +18,10 @@ from ringtrain.hvd.keras_patches import distributed
 from ringtrain.monitor import journal
 from ringtrain.protocol.for_script import ForScript
 from ringtrain.protocol.json_text import parse_json
-from ringtrain.run import console, evaluation, identity, model_state, resume
-from ringtrain.run.context import Job, Process, RunContext, Validation
+from ringtrain.run import console, evaluation, resume
+from ringtrain.run.context import Job, Process, RunContext
 from ringtrain.run.run_folder import METRICS, NO_METRICS
-from ringtrain.sources import OPTIONS, script
+from ringtrain.sources import OPTIONS, loop, script
 from ringtrain.strategies.ring import OF_OPTIMIZER
 
 ONLY_IN_FIT = ("checkpoint.every_steps", "checkpoint.every_minutes", *OF_OPTIMIZER)
@@ -206,7 +205,7 @@ class Run(keras.callbacks.Callback):
         for optimizer in hvd.optimizers_of(model):
             if not optimizer.built:
                 optimizer.build(model.trainable_variables)
-        return KeptFit(config, model, steps, self.batch_size)
+        return KeptFit(config, model, steps, self.batch_size * hvd.size())
 
     # ---- what Keras calls in between ---------------------------------------------------------------------------------
 
@@ -256,35 +255,20 @@ class Run(keras.callbacks.Callback):
                 raise error
 
 
-class KeptFit(script.ModelOfScript):
+class KeptFit(loop.StepsOfScript):
     """A model that a script trains by Keras' own `fit`, which can begin with any epoch only."""
 
-    def __init__(self, config: Config, model: keras.Model, steps: int, batch_size: int) -> None:
-        super().__init__(config, model)
-        self.steps, self.batch_size = steps, batch_size
-
     def job(self, process: Process) -> Job:
-        model, rows = self.model, self.batch_size * hvd.size()
-        numbers = script.adopt(process, model, "script", self.steps * rows, 0, rows)
-        plan = script.plan_of(process, model, numbers, "the epoch that was not complete")
-        compiled = identity.of_script(model)
-        return Job(
-            data_set=data.DataSet(data.NoSamples(), data.NoSamples(), 0, ()),
-            numbers=numbers,
-            checksums={"model": script.checksum_of_shapes(model_state.shapes_of(model.weights)), **compiled},
-            of_name=compiled,
-            model=model,
-            validation=Validation("val_"),
-            plan={
-                **plan,
-                "data": "the script's own shards, which are not compared",
-                "seed": "the script's own",
-                "shard": f"{numbers.batch_size} rows of a step on each rank, as the script divides them",
-            },
-            facts={"script": sys.argv[0], "on_resume": plan["on resume"]},
+        shard = f"{self.rows // hvd.size()} rows of a step on each rank, as the script divides them"
+        job = self.job_of(
+            process,
+            "the epoch that was not complete",
+            shard,
             resumes_within_epochs=False,
             evaluation=MetricsOfAllRanks,
         )
+        job.plan["seed"] = "the script's own"
+        return job
 
 
 class MetricsOfAllRanks(evaluation.Evaluation):

@@ -206,7 +206,9 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
         strategy.end(0)
         return summary
     hvd.check_in_sync(job.model)
-    gradients, *_ = [hvd.check_averaging(optimizer) for optimizer in hvd.optimizers_of(job.model)]
+    gradients = "averaged by the script"
+    if not job.script_averages:
+        gradients, *_ = [hvd.check_averaging(optimizer) for optimizer in hvd.optimizers_of(job.model)]
     job.plan |= model_state.plan_of_slots(job.model)
     stages.done("agreement")
 

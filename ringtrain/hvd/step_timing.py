@@ -22,11 +22,14 @@ from ringtrain.monitor.diagnosis import WINDOW_STEPS, Times
 
 if TYPE_CHECKING:
     from ringtrain.hvd.timeline import Timeline
+    from ringtrain.monitor.heartbeat import Activity
     from ringtrain.run.resume import Clock
 
 MOMENTS = ("input", "computed", "reduced")
 GRAPH = "step"
 """phase that the timestamps divide further"""
+SCRIPT = "evaluate"
+"""phase in which a script's own loop is between two epochs"""
 BETWEEN_MEASUREMENTS_S = 0.02
 
 
@@ -210,6 +213,8 @@ class StepTimer(keras.callbacks.Callback):
     def __init__(self, clock: Clock, timeline: Timeline | None) -> None:
         super().__init__()
         self.clock, self.timeline, self.tracker = clock, timeline, PLACE
+        self.script: Activity | None = None
+        """shows whether the code of a script's own loop progresses between two epochs"""
         self.own_steps = 0
         self.begin_s = 0.0
         self.window: deque[tuple[float, float, float, float]] = deque(maxlen=WINDOW_STEPS)
@@ -273,7 +278,8 @@ class StepTimer(keras.callbacks.Callback):
     # ---- for the heartbeat ------------------------------------------------------------------------------------------
 
     def progress(self) -> Any:
-        return self.clock.global_step, self.tracker.changes, self.tracker.moments()
+        of_script = self.script.progress() if self.script and self.tracker.phase == SCRIPT else None
+        return self.clock.global_step, self.tracker.changes, self.tracker.moments(), of_script
 
     def fields(self) -> dict[str, Any]:
         return {

@@ -158,6 +158,10 @@ class Job:
     """function that the data come from"""
     resumes_within_epochs: bool = True
     """whether the run can resume after any step, instead of after whole epochs"""
+    exported: Mapping[str, keras.Model] = field(default_factory=dict)
+    """models by the name of the file that each is written to; {}: `model`, as model.keras"""
+    script_averages: bool = False
+    """whether the script reduces gradients by itself, instead of the model's optimizers"""
     follows_schedule: bool = True
     """whether the configuration's schedule sets the learning rate, not the compiled optimizer"""
     callback_state: SharedCallbackState | None = None

@@ -20,20 +20,47 @@ if TYPE_CHECKING:
 
 
 def train(run: RunContext) -> None:
-    """Trains to the end of the run, or until all ranks stop after the same step. Every rank makes the same steps.
-
-    The callbacks of a run that was complete are called as well: they set its last weights.
-    """
-    model, clock = run.model, run.clock
-    callbacks = CallbacksOfRun(run)
-    model.stop_training = False
-    logs: Mapping[str, Any] | None = dict(run.start.metrics) or None
-
+    """Trains to the end of the run, or until all ranks stop after the same step. Every rank makes the same steps."""
+    training = Training(run)
     # The strategy makes the steps; it may prepare the next epoch's batches before this one ends.
     with run.strategy.training(run) as steps_of:
+        for epoch, steps in training.epochs():
+            trained = steps_of(epoch, steps.start) if steps else iter(())
+            for step in steps[:: run.model.steps_per_execution]:
+                training.begin_step(step)
+                logs = next(trained, None)
+                if logs is None:
+                    break  # the data of this epoch have ended early
+                training.end_step(step, logs)
+                if run.model.stop_training:
+                    break
+
+
+class Training:
+    """Epochs and steps of a run with its callbacks, around steps that `train` or a script's own loop makes.
+
+    Attributes:
+        callbacks: Of the run.
+        step_logs: Of the last step.
+    """
+
+    def __init__(self, run: RunContext) -> None:
+        self.run, self.callbacks = run, CallbacksOfRun(run)
+        self.step_logs: Mapping[str, Any] = {}
+
+    def epochs(self) -> Iterator[tuple[int, range]]:
+        """Yields each epoch with the numbers of the steps that are left of it, which are made before the next one.
+
+        The callbacks of a run that was complete are called as well: they set its last weights.
+        """
+        run = self.run
+        model, clock = run.model, run.clock
+        model.stop_training = False
+        logs: Mapping[str, Any] | None = dict(run.start.metrics) or None
+
         if run.callback_state is not None:  # of ranks that change: those that stay may have a later state
             run.callback_state.return_to_start()
-        callbacks.on_train_begin()
+        self.callbacks.on_train_begin()
         callback_state.restore_callbacks(run.all_callbacks or run.users_callbacks, run.start.callbacks)
 
         # The ranks agree on the end: a callback of one alone may set `stop_training`. An epoch whose end a change of
@@ -42,11 +69,12 @@ def train(run: RunContext) -> None:
             # All of an epoch, or what is left of it: after a resume, or after a change of ranks.
             epoch, steps = clock.begin_epoch()
             model.reset_metrics()
-            callbacks.on_epoch_begin(epoch)
-            step_logs = _train_steps(run, callbacks, steps, steps_of(epoch, steps.start)) if steps else clock.step_logs
+            self.callbacks.on_epoch_begin(epoch)
+            self.step_logs = {} if steps else clock.step_logs
+            yield epoch, steps
             # Metrics are sums: those of the epoch's steps before a resume are added.
             clock.add_saved_metrics()
-            logs = _end_epoch(run, callbacks, epoch, step_logs)
+            logs = _end_epoch(run, self.callbacks, epoch, self.step_logs)
 
         # Nothing is trained any more. First the trained state is saved: whoever continues it, with more epochs or after
         # a kill, must not begin with the weights that averages and callbacks now put in its place.
@@ -55,24 +83,17 @@ def train(run: RunContext) -> None:
         for optimizer in hvd.optimizers_of(model):
             inner = getattr(optimizer, "inner_optimizer", optimizer)
             optimizer.finalize_variable_values(inner._trainable_variables)
-        callbacks.on_train_end(logs)
+        self.callbacks.on_train_end(logs)
 
+    def begin_step(self, step: int) -> None:
+        """Begins a step, or a call of several, with this number in its epoch."""
+        self.callbacks.on_train_batch_begin(step)
 
-def _train_steps(run: RunContext, callbacks: Any, steps: range, trained: Iterator[Any]) -> Mapping[str, Any]:
-    """Makes the steps of an epoch with these numbers; returns the logs of the last one."""
-    model = run.model
-    step_logs: Mapping[str, Any] = {}
-    for step in steps[:: model.steps_per_execution]:
-        callbacks.on_train_batch_begin(step)
-        logs = next(trained, None)
-        if logs is None:
-            break  # the data of this epoch have ended early
-        step_logs = logs
-        last = step + model.steps_per_execution - 1  # Keras names a call by its last step
-        callbacks.on_train_batch_end(last, step_logs)
-        if model.stop_training:
-            break
-    return step_logs
+    def end_step(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Ends a step that was trained."""
+        self.step_logs = logs
+        last = step + self.run.model.steps_per_execution - 1  # Keras names a call by its last step
+        self.callbacks.on_train_batch_end(last, logs)
 
 
 def _end_epoch(run: RunContext, callbacks: Any, epoch: int, step_logs: Mapping[str, Any]) -> dict[str, Any]:

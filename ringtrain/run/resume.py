@@ -338,11 +338,18 @@ def load_weights(model: keras.Model, source: Path) -> None:
         model_state.assign(hvd.whole_variables(model.weights), newest.arrays("state"))
 
 
-def restore_result(model: keras.Model, folder: Path, summary: Mapping[str, Any], saved_model: bool) -> None:
+def restore_result(
+    model: keras.Model,
+    folder: Path,
+    summary: Mapping[str, Any],
+    saved_model: bool,
+    exported: Mapping[str, keras.Model] = MappingProxyType({}),
+) -> None:
     """Gives a model the weights with which a complete run has ended, which callbacks or averages may have set.
 
-    What could not be exported then, or was not asked for, is exported now.
+    What could not be exported then, or was not asked for, is exported now. `exported`: as in `run.context.Job`.
     """
+    models = exported or {"model": model}
 
     def load() -> None:
         if not (folder / checkpoint.RESULT).exists():  # of an earlier version
@@ -353,10 +360,11 @@ def restore_result(model: keras.Model, folder: Path, summary: Mapping[str, Any],
                 raise CheckpointError(f"{error}: {fix}") from error
             return
         model_state.assign(model.weights, checkpoint.load_result(folder))
-        exported = ["model.keras", *(["saved_model"] if saved_model else [])]
-        if "not_exported" in summary or not all((folder / name).exists() for name in exported):
+        names = [*(f"{stem}.keras" for stem in models), *(["saved_model"] if saved_model else [])]
+        if "not_exported" in summary or not all((folder / name).exists() for name in names):
             with contextlib.suppress(CheckpointError, OSError):
-                checkpoint.export(model, folder, saved_model)
+                for stem, one in models.items():
+                    checkpoint.export(one, folder, saved_model, stem)
                 told = {name: value for name, value in summary.items() if name != "not_exported"}
                 run_folder.write_summary(folder, told)
 

@@ -106,7 +106,7 @@ class StopTogether(keras.callbacks.Callback):
         global_step = self.run.clock.global_step
         self.save_is_due = False
         self._read_stop_training()
-        if not self._first_bad_step and not np.isfinite((logs or {}).get("loss", 0.0)).all():
+        if not self._first_bad_step and not _is_finite(logs or {}):
             self._first_bad_step = global_step
         is_early = self.run.clock.before < self.run.start.global_step + self.run.config.health.agree_every_steps
         compares = is_early and self.run.fingerprint() is not None  # before other batches are trained
@@ -176,6 +176,13 @@ class StopTogether(keras.callbacks.Callback):
             f"non-finite loss{where} at step {step} (epoch {epoch + 1}, batch {batch + 1}): lower the"
             f" learning rate or check this batch; the last checkpoint is older"
         )
+
+
+def _is_finite(logs: Mapping[str, Any]) -> bool:
+    """Returns whether the loss of a step is finite; without one, as of a GAN in a loop, all that are named ..._loss."""
+    if "loss" in logs:
+        return bool(np.isfinite(logs["loss"]).all())
+    return all(np.isfinite(value).all() for name, value in logs.items() if name.endswith("_loss"))
 
 
 def plateaus(values: Sequence[float], patience: int, lower_is_better: bool, min_delta: float) -> int:

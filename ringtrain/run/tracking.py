@@ -316,7 +316,8 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
             if "script" in summary:
                 weights = model_state.arrays_of(dict(enumerate(run.model.weights)))
                 checkpoint.save_result(run.folder, run.clock.global_step, weights)
-            checkpoint.export(run.model, run.folder, saved_model=run.config.checkpoint.saved_model)
+            for stem, model in (run.exported or {"model": run.model}).items():
+                checkpoint.export(model, run.folder, run.config.checkpoint.saved_model, stem)
         except (CheckpointError, OSError) as error:  # the other files are written nevertheless
             summary["not_exported"] = str(error)
             if run.data_set.train.has_classes:

@@ -177,9 +177,7 @@ def checksum_of_shapes(shapes: list[list[Any]]) -> str:
 
 def _prepare(process: Process, model: keras.Model, train: Any, batch_size: int) -> list[str]:
     """Builds the model, makes its optimizers distributed, and gives ranks other seeds; returns what `build` does."""
-    on_device = devices.device_of_sums(process.config.device)
-    if process.config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, on_device):
-        raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
+    synchronize_batch_norm(process.config, model)
     if process.strategy.shares_state and any(distributed(one) for one in hvd.optimizers_of(model)):
         raise ConfigError(
             "ringtrain.fit: virtual ranks and elastic jobs reduce gradients by themselves: leave out"
@@ -188,13 +186,25 @@ def _prepare(process: Process, model: keras.Model, train: Any, batch_size: int) 
     unlike = build(process, model, train, batch_size)
     if process.strategy.shares_state:
         return unlike
-    if hvd.rank():  # else all ranks would drop the same units; rank 0 keeps the script's seeds
-        for index, state in enumerate(hvd.seeds(model)):
-            draw = np.random.default_rng([process.config.seed, hvd.rank(), index])
-            state.assign(draw.integers(0, 2**31, state.shape))
-        tf.random.set_seed(process.config.seed * hvd.size() + hvd.rank())
-    hvd.seed_globally_by_rank(process.config.seed)
+    seed_by_rank(model, process.config.seed)
     return unlike
+
+
+def seed_by_rank(model: keras.Model, seed: int) -> None:
+    """Gives ranks other random numbers, or all would drop the same units; rank 0 keeps the script's seeds."""
+    if hvd.rank():
+        for index, state in enumerate(hvd.seeds(model)):
+            draw = np.random.default_rng([seed, hvd.rank(), index])
+            state.assign(draw.integers(0, 2**31, state.shape))
+        tf.random.set_seed(seed * hvd.size() + hvd.rank())
+    hvd.seed_globally_by_rank(seed)
+
+
+def synchronize_batch_norm(config: Config, model: keras.Model) -> None:
+    """Synchronizes batch normalization over the ranks, if an option asks for it."""
+    on_device = devices.device_of_sums(config.device)
+    if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, on_device):
+        raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
 
 
 def build(process: Process, model: keras.Model, train: data.Arrays | data.Stream, batch_size: int) -> list[str]:
@@ -208,24 +218,7 @@ def build(process: Process, model: keras.Model, train: data.Arrays | data.Stream
             " steps_per_epoch"
         )
     optimizers = hvd.optimizers_of(model)
-    changed = changed_options(process.config).items()
-    options = {name: value for name, value in changed if name.startswith(OF_OPTIMIZER)}
-    for optimizer in optimizers:
-        if not distributed(optimizer):
-            process.strategy.distribute(optimizer)
-            type(innermost(optimizer)).options_of_fit = options
-            continue
-        earlier = getattr(innermost(optimizer), "options_of_fit", None)
-        if earlier is None and options:
-            raise ConfigError(
-                f"ringtrain.fit: options set {next(iter(options))}, but the optimizer is distributed already: pass"
-                " it to hvd.DistributedOptimizer, or leave hvd.DistributedOptimizer out"
-            )
-        if earlier is not None and earlier != options:
-            raise ConfigError(
-                f"ringtrain.fit: the optimizer is sharded since an earlier fit with the options {earlier}: pass the"
-                " same ones, or compile the model again with a new optimizer"
-            )
+    distribute(process, optimizers, "ringtrain.fit")
     num_rows = max(2, batch_size // hvd.size())
     if isinstance(train, data.Stream):
         batch = train.dataset.element_spec  # unknown sizes stay unknown, and no batch is read
@@ -248,6 +241,31 @@ def build(process: Process, model: keras.Model, train: data.Arrays | data.Stream
     if hvd.size() == 1:
         return []
     return unlike_one_process(model, batch, rows)
+
+
+def distribute(process: Process, optimizers: Sequence[Any], door: str) -> None:
+    """Makes optimizers distributed; raises ConfigError for options that one that is distributed already does not have.
+
+    door: The function that a script has called.
+    """
+    changed = changed_options(process.config).items()
+    options = {name: value for name, value in changed if name.startswith(OF_OPTIMIZER)}
+    for optimizer in optimizers:
+        if not distributed(optimizer):
+            process.strategy.distribute(optimizer)
+            type(innermost(optimizer)).options_of_fit = options
+            continue
+        earlier = getattr(innermost(optimizer), "options_of_fit", None)
+        if earlier is None and options:
+            raise ConfigError(
+                f"{door}: options set {next(iter(options))}, but the optimizer is distributed already: pass"
+                " it to hvd.DistributedOptimizer, or leave hvd.DistributedOptimizer out"
+            )
+        if earlier is not None and earlier != options:
+            raise ConfigError(
+                f"{door}: the optimizer is sharded since an earlier fit with the options {earlier}: pass the"
+                " same ones, or compile the model again with a new optimizer"
+            )
 
 
 def adopt(

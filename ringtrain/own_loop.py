@@ -1,0 +1,505 @@
+"""`ringtrain.loop`: a script's own training loop, with the run folder, checkpoints and checks of `ringtrain.fit`.
+
+The script makes the steps; `run.loop.Training` is around them, as in `fit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ringtrain import data, keras_fit, strategies
+from ringtrain.config import Config, changed_options, with_values
+from ringtrain.errors import ConfigError, DataError, OutOfSync
+from ringtrain.monitor import journal
+from ringtrain.protocol.for_script import ForScript
+from ringtrain.sources import OPTIONS
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+    from ringtrain.run.context import RunContext
+    from ringtrain.run.loop import Training
+    from ringtrain.sources.loop import LoopOfScript
+
+MODULUS = 2**31 - 1
+"""Fingerprints are below this."""
+
+
+def loop(
+    model: keras.Model | Sequence[keras.Model],
+    optimizer: keras.optimizers.Optimizer | Sequence[keras.optimizers.Optimizer],
+    *,
+    steps_per_epoch: int,
+    epochs: int = 1,
+    name: str = "",
+    batch_size: int = 1,
+    metrics: Sequence[keras.Metric] = (),
+    distribute: bool = True,
+    seed: int = 0,
+    verbose: bool = True,
+    resume: str = "auto",
+    options: Config | Mapping[str, Any] | None = None,
+) -> Loop:
+    """Makes a run of a training loop that a script has written itself, with `tf.GradientTape`.
+
+    Every rank runs the loop. In its context, the optimizers average gradients over the ranks, and the run has what
+    `ringtrain.fit` gives: comparisons of the ranks, a folder with checkpoints, a resume after the last one, and an end
+    of all ranks after the same step.
+
+    Args:
+        model: Model with weights, or several, such as those of a GAN.
+        optimizer: Optimizer that updates them, or one for each model. Plain ones average gradients until the context
+            ends.
+        steps_per_epoch: Steps of an epoch, the same on all ranks.
+        epochs: Epochs in all, those before a resume included.
+        name: Folder of the run in `runs`. "": its time, so that nothing is resumed.
+        batch_size: Rows of a step on all ranks together, for arrays in `Loop.batches` and the speed that is shown.
+        metrics: Metrics that the step updates. They are reset when an epoch begins. After its last step, each rank has
+            those of all ranks' rows.
+        distribute: False: the step averages gradients itself, with `hvd.DistributedGradientTape`.
+        seed: Of the order of arrays and, on the other ranks than rank 0, of dropout.
+        verbose: Whether plan, progress and result are printed.
+        resume: "auto", "must" (fail without a checkpoint), "never", or the path of a run or checkpoint.
+        options: Further options, as for `ringtrain.fit`.
+
+    Returns:
+        Context manager, whose value is itself.
+
+    Raises:
+        RingtrainError: On every rank: a model without weights, ranks that differ, a non-finite loss, gradients that are
+            not averaged.
+        SystemExit, KeyboardInterrupt: At the end of the context: a signal has ended the run, which was saved.
+
+    Example:
+        >>> with ringtrain.loop(model, optimizer, name="own", epochs=3, steps_per_epoch=100) as run:
+        ...     for epoch in run.epochs():
+        ...         for step, (x, y) in run.batches(dataset):
+        ...             run.log(loss=train_step(x, y))
+    """
+    with keras_fit.in_words_of_a_script():
+        models = [*model] if isinstance(model, list | tuple) else [model]
+        optimizers = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
+        given = keras_fit.options_of("ringtrain.loop", options)
+        for argument, number in (("steps_per_epoch", steps_per_epoch), ("epochs", epochs), ("batch_size", batch_size)):
+            if number < 1:
+                raise ConfigError(f"ringtrain.loop: got {argument} {number}, expected at least 1")
+        if len(models) > 1 and given.checkpoint.saved_model:
+            raise ConfigError(
+                "ringtrain.loop: options set checkpoint.saved_model, which is for one model: leave it out"
+            )
+        values = {
+            "run.name": name,
+            "run.resume": resume,
+            "model.name": ", ".join(type(one).__name__ for one in models),
+            "optimizer.learning_rate_scaling": "none",
+            "train.epochs": epochs,
+            "seed": seed,
+        }
+        config = _config(given, values)
+    # Which library the ranks talk by is decided before ringtrain.hvd is imported.
+    strategies.prepare(config)
+    from ringtrain.sources.loop import LoopOfScript, ModelsOfLoop
+
+    together = ModelsOfLoop(models, optimizers, metrics)
+    return Loop(config, LoopOfScript(config, together, steps_per_epoch, batch_size, distribute), verbose)
+
+
+def _config(given: Config, values: Mapping[str, Any]) -> Config:
+    command = ForScript.from_environment().by
+    if command:
+        raise ConfigError(
+            f"ringtrain.loop: {command} chooses options and folders of ringtrain.fit: train with that, by a train_step"
+            f" of the model"
+        )
+    for option in changed_options(given):
+        if not option.startswith(OPTIONS):
+            raise ConfigError(
+                f"ringtrain.loop: options set {option}, which is an argument or the script's own here: leave it out"
+            )
+    if given.train.virtual_ranks:
+        raise ConfigError(
+            "ringtrain.loop: options set train.virtual_ranks, which needs the steps of ringtrain.fit: leave it out, or"
+            " put the step into a train_step of the model"
+        )
+    if given.strategy.name not in keras_fit.STRATEGIES:
+        raise ConfigError(f"ringtrain.loop: got strategy.name {given.strategy.name}, expected ring or mpi-ring")
+    return with_values(given, values)
+
+
+class Loop:
+    """Run of a script's own loop.
+
+        for epoch in run.epochs():
+            for step, (x, y) in run.batches(dataset):     # or: for step in run.steps()
+                run.log(loss=train_step(x, y))
+
+    There are two loops, as scripts have two, with code of their own between epochs. Without `epochs`, `steps` and
+    `batches` give those of all epochs. A step counts when the next one, or the next epoch, is asked for.
+
+    Attributes:
+        folder: Path of the run's folder.
+        history: Values of all epochs by name, those before a resume included.
+        checksum: Checksum of weights and optimizers, after the context.
+    """
+
+    def __init__(self, config: Config, source: LoopOfScript, verbose: bool) -> None:
+        self.config, self.source, self.model = config, source, source.model
+        source.is_quiet = not verbose
+        self.folder: Path | None = None
+        self.checksum = ""
+        self._stack = contextlib.ExitStack()
+        self._run: RunContext | None = None
+        """None: not begun, or complete"""
+        self._training: Training | None = None
+        self._epochs: Iterator[tuple[int, range]] = iter(())
+        self._left: range | None = None
+        """steps of the epoch under way; None: there is none"""
+        self._open_step: int | None = None
+        """number in its epoch of the step that the script makes"""
+        self._logs: dict[str, Any] = {}
+        self._weight: tf.Variable | None = None
+        """rows of this rank times the number of ranks, divided by all rows of the step"""
+        self._share = self._share_before = 1.0
+        self._fingerprint = 0
+        self._data: tuple[tuple[Any, ...], Any, bool] | None = None
+        """arguments of `batches`, what reads them, and whether they come with a header"""
+
+    @property
+    def history(self) -> dict[str, list[Any]]:
+        history: dict[str, list[Any]] = self.source.history.history
+        return history
+
+    @property
+    def global_step(self) -> int:
+        """Number of steps that are complete, in all epochs."""
+        return self._run.clock.global_step if self._run else self.config.train.epochs * self.source.steps
+
+    # ---- before and after --------------------------------------------------------------------------------------------
+
+    @keras_fit.in_words_of_a_script()
+    def __enter__(self) -> Loop:
+        from ringtrain import hvd, train
+        from ringtrain.run import loop
+        from ringtrain.run.context import RunContext
+        from ringtrain.sources import script
+
+        hvd.elastic.listen()
+        if hvd.elastic.is_on():
+            raise ConfigError(
+                "ringtrain.loop: ranks cannot join and leave here: start the job without --elastic, or use"
+                " hvd.elastic.run"
+            )
+        process = train.setup(self.config, self.source, None, journal.Stages())
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(script.unchanged_afterwards(self.model))
+            with keras_fit.journaled(process):
+                run = train.agree(process)
+            if not isinstance(run, RunContext):
+                self._restore_result(process.config, run)
+                self._stack = stack.pop_all()
+                return self
+            self._run, self.folder = run, run.folder
+            stack.enter_context(train.training(run))
+            stack.enter_context(self._averaged_by_optimizers(run))
+            if run.step_timer:
+                run.step_timer.script = hvd.monitoring.MainThread()
+            run.fingerprint = lambda: self._fingerprint if self._data and run.size > 1 else None
+            self._training = loop.Training(run)
+            self._epochs = self._training.epochs()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        from ringtrain import train
+        from ringtrain.run.console import A_CALLBACK
+
+        run = self._run
+        if error is not None or run is None:
+            self._stack.__exit__(kind, error, trace)
+            if run:
+                run.lock.release()
+            return
+        with keras_fit.journaled(run):
+            with self._stack:
+                self._end_open_step()
+                # A script that has left its loops before their end has decided to stop.
+                stop = run.callbacks.stop
+                if not stop.stopped_by and run.clock.global_step < run.numbers.num_steps:
+                    stop.stopped_by = A_CALLBACK
+                for _ in self._epochs:
+                    pass  # ends the last one
+            summary, exit_code = train.finish(run)
+        self.checksum = summary["checksum"]
+        keras_fit.end_by_signal(exit_code)
+
+    @contextlib.contextmanager
+    def _averaged_by_optimizers(self, run: RunContext) -> Iterator[None]:
+        """Context in which the optimizers weigh this rank's gradients, and a tape that averages, too, is refused."""
+        import tensorflow as tf
+
+        from ringtrain import hvd
+
+        if run.size == 1 or not self.source.distributes:
+            yield
+            return
+        self._weight = tf.Variable(1.0, trainable=False, dtype=tf.float64)
+        for optimizer in self.model.optimizers:
+            hvd.weigh_gradients(optimizer, self._weight)
+        hvd.process.PROCESS.averaged_by_optimizers = True
+        try:
+            yield
+        finally:
+            hvd.process.PROCESS.averaged_by_optimizers = False
+            for optimizer in self.model.optimizers:
+                hvd.weigh_gradients(optimizer, None)
+
+    def _restore_result(self, config: Config, summary: Mapping[str, Any]) -> None:
+        """Gives models and history the state of a run that was complete."""
+        from ringtrain import hvd
+        from ringtrain.run import callback_state, resume
+
+        folder = self.folder = Path(config.run.directory) / config.run.name
+        models = self.model.models
+        exported = {"model": models[0]} if len(models) == 1 else {one.name: one for one in models}
+        resume.restore_result(self.model, folder, summary, config.checkpoint.saved_model, exported)
+        saved = hvd.run_together(lambda: resume.callbacks_of(folder) if hvd.rank() == 0 else ())
+        states = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_history")
+        callback_state.restore_callbacks([self.source.history], states[-1:])
+        self.checksum = summary["checksum"]
+
+    # ---- the loops ---------------------------------------------------------------------------------------------------
+
+    def epochs(self) -> Iterator[int]:
+        """Yields the numbers of the epochs that are left, from 0 on; ends early where the ranks agree to stop."""
+        for epoch, steps in self._epochs:
+            self._left = steps
+            yield epoch
+            self._end_epoch()
+
+    def steps(self) -> Iterator[int]:
+        """Yields the numbers of the steps that are left of an epoch, counted over all epochs from 0 on.
+
+        They are global, so that data and random numbers can follow from them. They end early where ranks agree to stop.
+        """
+        if self._left is None:
+            for _ in self.epochs():
+                yield from self.steps()
+            return
+        run, training = self._running()
+        for step in self._left:
+            training.begin_step(step)
+            self._open_step, self._logs, self._share = step, {}, 1.0
+            self._note_input()
+            yield run.clock.global_step
+            self._end_step()
+            if self.model.stop_training:
+                break
+        self._end_steps()
+
+    def batches(
+        self, x: Any, y: Any = None, sample_weight: Any = None, *, shuffle: bool = True
+    ) -> Iterator[tuple[int, Any]]:
+        """Yields the number of each step, as `steps`, and this rank's rows of its batch.
+
+        Batches before a resume are skipped. Parts of unequal size count by their rows, in gradients and in `log`.
+
+        Args:
+            x, y, sample_weight: As for `ringtrain.fit`: batches of all ranks together, arrays, or a function (rank,
+                number of ranks) that returns the batches of this rank alone. Pass the same object in each epoch.
+            shuffle: Whether arrays, and batches of a `PyDataset`, have another order in every epoch.
+
+        Raises:
+            DataError: Data that cannot be divided, or that end before the epoch.
+        """
+        if self._left is None:
+            for _ in self.epochs():
+                yield from self.batches(x, y, sample_weight, shuffle=shuffle)
+            return
+        run, _ = self._running()
+        from ringtrain.strategies.rows import errors_named
+
+        with errors_named("run.batches"):
+            reader, has_header = self._reader(run, x, y, sample_weight, shuffle)
+            batches = reader(run.clock.epoch, self._left.start) if self._left else iter(())
+        for step in self.steps():
+            batch = next(batches, None)
+            if batch is None:
+                raise DataError(
+                    f"run.batches: the data ended on rank {run.rank} after {self._open_step} of {self.source.steps}"
+                    f" steps of epoch {run.clock.epoch + 1}: pass as many, or fewer steps_per_epoch"
+                )
+            if has_header:
+                header, batch = batch
+                self._weigh(header)
+            self._note_input()
+            yield step, batch
+
+    def rows(self, num: int) -> slice:
+        """This rank's rows of `num` rows of all ranks, as many as every other rank's.
+
+        Raises:
+            DataError: The number of ranks does not divide `num`, so that parts would be unequal.
+        """
+        run, _ = self._running()
+        if num % run.size:
+            raise DataError(
+                f"run.rows: got {num} rows for {run.size} ranks, expected a multiple of them: choose another batch, or"
+                f" use run.batches, which weighs unequal parts"
+            )
+        begin, end = data.part_of(num, run.rank, run.size)
+        return slice(begin, end)
+
+    def log(self, **values: Any) -> None:
+        """Logs values of a step, or after the steps of an epoch, of that epoch.
+
+        Of those of steps, the means over all rows are logged for the epoch, unless a metric has the same name. `loss`,
+        or without it all whose names end in `_loss`, end the run where they are not finite. Those of an epoch are means
+        over the ranks.
+
+        Args:
+            values: Numbers or tensors []; the same names on every rank and in every step.
+        """
+        if self._open_step is not None:
+            self._logs |= values
+            return
+        if self._run is not None and self._left is not None:
+            evaluation: Any = self._run.callbacks.evaluation
+            evaluation.logged |= values
+
+    def result(self, metric: keras.Metric) -> Any:
+        """Result of a metric over the rows that all ranks have seen, as in a validation that they divide. Collective.
+
+        The metric itself stays as it is on this rank.
+        """
+        from ringtrain.run.evaluation import sums_over_ranks
+
+        before = [variable.numpy() for variable in metric.variables]
+        try:
+            sums = sums_over_ranks(before, "ringtrain_result")
+            for variable, total in zip(metric.variables, sums, strict=True):
+                variable.assign(total)
+            return metric.result()
+        finally:
+            for variable, value in zip(metric.variables, before, strict=True):
+                variable.assign(value)
+
+    def stop(self) -> None:
+        """Asks for the end of training on all ranks; any rank may call it.
+
+        They end together after one of the next steps (`health.agree_every_steps`), at the latest after the epoch.
+        """
+        from ringtrain.run.console import A_CALLBACK
+
+        if self._run is not None:
+            self._run.callbacks.stop.request(A_CALLBACK)
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def _running(self) -> tuple[RunContext, Training]:
+        if self._run is None or self._training is None:
+            raise ConfigError("ringtrain.loop: the loop is in its context: write `with ringtrain.loop(...) as run:`")
+        return self._run, self._training
+
+    def _end_step(self) -> None:
+        """Ends the step that the script has made, if there is one."""
+        if self._open_step is None:
+            return
+        _, training = self._running()
+        step, self._open_step = self._open_step, None
+        self.model.log(self._logs, self._share)
+        try:
+            training.end_step(step, self._logs)
+        except OutOfSync as error:
+            how = "the step applies gradients by an optimizer that ringtrain.loop does not have, or was traced before"
+            if not self.source.distributes:
+                how = "distribute=False needs tape = hvd.DistributedGradientTape(tape) in the step"
+            raise OutOfSync(f"ringtrain.loop: {error}: {how}") from error
+
+    def _end_steps(self) -> None:
+        """Gives metrics the state of all ranks, when the steps of an epoch are complete."""
+        from ringtrain.hvd import step_timing
+
+        run, _ = self._running()
+        if run.clock.epoch_complete:
+            evaluation: Any = run.callbacks.evaluation
+            evaluation.end_steps()
+        step_timing.PLACE.enter(step_timing.SCRIPT)
+
+    def _end_open_step(self) -> None:
+        """Ends a step in which the script has left its loop, if it was made: zip(run.steps(), ...) may end before."""
+        if self._logs:
+            self._end_step()
+        self._open_step = None
+
+    def _end_epoch(self) -> None:
+        """Ends the epoch under way; raises ConfigError if the script has left its steps, and asks for the next one."""
+        self._end_open_step()
+        self._left = None
+        run, _ = self._running()
+        clock = run.clock
+        if clock.epoch_complete or run.callbacks.stop.stopped_by:
+            return
+        done, num = clock.global_step % self.source.steps, self.source.steps
+        raise ConfigError(
+            f"ringtrain.loop: the script has left the steps of epoch {clock.epoch + 1} after {done} of {num}: pass as"
+            f" many batches as steps_per_epoch, or call run.stop()"
+        )
+
+    def _note_input(self) -> None:
+        """Notes that the input of a step is ready: its graph computes from now on."""
+        from ringtrain.hvd import step_timing
+
+        step_timing.PLACE.note("input", [])
+
+    # ---- data --------------------------------------------------------------------------------------------------------
+
+    def _reader(self, run: RunContext, x: Any, y: Any, sample_weight: Any, shuffle: bool) -> tuple[Any, bool]:
+        """What makes the batches of an epoch from one of its steps on, and whether each has a header."""
+        given = (x, y, sample_weight)
+        if self._data and all(one is other for one, other in zip(self._data[0], given, strict=True)):
+            return self._data[1:]
+        numbers, epochs, seed = run.numbers, run.config.train.epochs, run.config.seed
+        arguments = data.FitArguments(
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            steps_per_epoch=numbers.steps_per_epoch,
+            epochs=epochs,
+            shuffle=shuffle,
+            seed=seed,
+        )
+        train, _ = data.inputs(arguments, self.source.rows)
+        parts = data.Parts.of_rank(run.rank, run.size)
+        reader: Any
+        if isinstance(train, data.Stream):
+            reader = data.StreamRows(train, parts)
+        else:
+            reader = data.RowBatches(train, self.source.rows, parts, seed, numbers.steps_per_epoch)
+        self._data = given, reader, not reader.is_even
+        run.data_set = data.DataSet(train, run.data_set.test, 0, ())
+        return reader, not reader.is_even
+
+    def _weigh(self, header: data.Header) -> None:
+        """Weighs this rank's gradients by its rows of the batch."""
+        share = float(np.asarray(header.shares)[0])
+        self._fingerprint = int(math.fmod(self._fingerprint * 31 + float(header.fingerprint), MODULUS))
+        if self._weight is None and share != 1.0:
+            raise DataError(
+                "run.batches: parts of unequal size, which distribute=False cannot weigh: use batches that all ranks"
+                " divide evenly, with drop_remainder=True"
+            )
+        if share == 0.0:
+            raise DataError("run.batches: a batch has fewer rows than there are ranks: use drop_remainder=True")
+        if self._weight is not None and share != self._share_before:
+            self._weight.assign(share)
+        self._share = self._share_before = share
