@@ -61,6 +61,8 @@ class Numbers:
     """steps before the first one at the full learning rate"""
     milestone_steps: tuple[int, ...]
     """first steps after each of the schedule's milestones"""
+    initial_epoch: int = 0
+    """number of the first epoch that a script trains"""
 
     @property
     def samples_per_step(self) -> int:

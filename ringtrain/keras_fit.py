@@ -59,6 +59,7 @@ def fit(
     shuffle: bool | str = True,
     class_weight: Mapping[int, float] | None = None,
     sample_weight: Any = None,
+    initial_epoch: int = 0,
     steps_per_epoch: int | None = None,
     validation_steps: int | None = None,
     validation_batch_size: int | None = None,
@@ -88,13 +89,14 @@ def fit(
         name: Folder of the run in `runs`. It stands for one training: other data, another loss, metrics or optimizer
             are refused. "": its time, so that nothing is resumed.
         batch_size: Rows of a step on all ranks. None: 32. With `batch_per_rank`: on each rank.
-        epochs: Passes over the data, including those before a resume.
+        epochs: Passes over the data, including those before a resume and `initial_epoch`.
         verbose: 0 prints nothing.
         callbacks: Keras callbacks, which run on every rank; those that write files (ModelCheckpoint, CSVLogger,
             TensorBoard, RemoteMonitor) on rank 0 only. Numbers, arrays and variables that they keep are saved.
         validation_data: (x, y) or (x, y, sample_weight), evaluated after each epoch: metrics val_...
         shuffle: Whether every epoch has another order, which `seed` and the epoch determine.
         class_weight: Weight by class, for one output.
+        initial_epoch: Number of the first epoch, from 0, if there is no checkpoint to resume from, which decides.
         steps_per_epoch: Batches of an epoch, for generators and data without an end. All epochs are one iteration. With
             arrays a divisor of their number of batches, or so few that all epochs are within one pass.
         seed: Of the order and, on the other ranks than rank 0, of dropout.
@@ -133,6 +135,7 @@ def fit(
         shuffle=shuffle,
         class_weight=class_weight,
         sample_weight=sample_weight,
+        initial_epoch=initial_epoch,
         steps_per_epoch=steps_per_epoch,
         validation_steps=validation_steps,
         validation_batch_size=validation_batch_size,
@@ -287,7 +290,7 @@ def _short(
         source, folder = Path(arguments.resume).absolute(), Path(options.run.directory).absolute()
         if from_command.folder and source.is_relative_to(folder) and not source.exists():
             values["resume"] = str(Path(from_command.folder) / source.relative_to(folder))
-    values["epochs"] = min(arguments.epochs, max_epochs)
+    values["epochs"] = min(arguments.epochs, arguments.initial_epoch + max_epochs)
     if arguments.batch_per_rank:  # as many rows on any number of ranks
         values |= {"batch_size": (arguments.batch_size or 32) * from_command.ranks, "batch_per_rank": False}
     return dataclasses.replace(arguments, **values)
@@ -339,6 +342,11 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
         number = getattr(arguments, argument)
         if number is not None and number < 1:
             raise ConfigError(f"ringtrain.fit: got {argument} {number}, expected at least 1")
+    if not 0 <= arguments.initial_epoch < arguments.epochs:
+        raise ConfigError(
+            f"ringtrain.fit: got initial_epoch {arguments.initial_epoch} with epochs {arguments.epochs}, which include"
+            f" those before it: expected 0 to {arguments.epochs - 1}"
+        )
     for callback in arguments.callbacks:
         why = next((REFUSED[name] for name in sources.classes_of(callback) if name in REFUSED), "")
         if why:

@@ -39,11 +39,7 @@ def through(model: keras.Model, arguments: FitArguments, train: Callable[[FitArg
         if self is not model:
             return keras_fit(self, *args, **named)
         given = inspect.signature(keras_fit).bind(self, *args, **named).arguments
-        if given.get("initial_epoch"):
-            raise ConfigError(f"ringtrain.fit: got initial_epoch from the fit of {name}: name= resumes instead")
-        used: dict[str, Any] = {
-            one: value for one, value in given.items() if one not in ("self", "initial_epoch", "callbacks")
-        }
+        used: dict[str, Any] = {one: value for one, value in given.items() if one not in ("self", "callbacks")}
         used |= {"callbacks": callbacks_in(given.get("callbacks")), "seed": arguments.seed, "resume": arguments.resume}
         trained.append(train(FitArguments(**used)))
         return trained[0]

@@ -40,6 +40,7 @@ class FitArguments:
     shuffle: bool | str = True
     class_weight: Mapping[int, float] | None = None
     sample_weight: Any = None
+    initial_epoch: int = 0
     steps_per_epoch: int | None = None
     validation_steps: int | None = None
     validation_batch_size: int | None = None
@@ -51,6 +52,11 @@ class FitArguments:
     """of an epoch, which has the data's first rows then; 0: all. Set by a command that starts the script"""
     parts: int = 1
     """of each batch, of which only the first is trained. Set by a command, too"""
+
+    @property
+    def num_epochs(self) -> int:
+        """Number of epochs that are trained, those before a resume included."""
+        return self.epochs - self.initial_epoch
 
 
 OF_DATA = (
@@ -142,7 +148,7 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split
 
     if isinstance(given.shuffle, str) and given.shuffle != "batch":
         raise DataError(f'ringtrain.fit: got shuffle {given.shuffle!r}, expected True, False or "batch"')
-    how = (given.class_weight, given.steps_per_epoch, given.epochs, bool(given.shuffle), given.seed)
+    how = (given.class_weight, given.steps_per_epoch, given.num_epochs, bool(given.shuffle), given.seed)
     random_operations, why_rank_0 = operations_by_rank(given.x)
     x = FromRank0(given.x) if why_rank_0 else given.x
     stream = _shard(x, *how) if callable(x) else _stream(x, *how)
@@ -177,7 +183,7 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split
     num_steps = given.max_steps
     if given.steps_per_epoch:  # a pass over the arrays has whole epochs
         num_batches = math.ceil(len(train) / batch_size)
-        num_steps = given.steps_per_epoch * max(1, min(given.epochs, num_batches // given.steps_per_epoch))
+        num_steps = given.steps_per_epoch * max(1, min(given.num_epochs, num_batches // given.steps_per_epoch))
     return (
         _shortened(train, num_steps, batch_size),
         _shortened(_validation(held_out, given, batch_size), given.max_steps, batch_size),
@@ -233,7 +239,7 @@ def _check_steps(given: FitArguments, num_batches: int, batch_size: int) -> None
     steps = given.steps_per_epoch or num_batches
     if steps > num_batches:
         warnings.warn(f"Your input ran out of data: epochs have {num_batches} steps instead of {steps}", stacklevel=2)
-    elif num_batches % steps and steps * given.epochs > num_batches:
+    elif num_batches % steps and steps * given.num_epochs > num_batches:
         raise DataError(
             f"ringtrain.fit: got steps_per_epoch {steps} with arrays of {num_batches} batches of {batch_size} rows:"
             f" leave it out, or pass a divisor of {num_batches}"

@@ -173,6 +173,8 @@ def restore(
     config = process.config
     of_name = {name: text for name, text in job.checksums.items() if name in job.of_name}
     start = resume.restore(job.model, *resume.source_of(config), config, numbers, of_name)
+    start = _at_initial_epoch(start, numbers)
+    job.numbers = dataclasses.replace(job.numbers, initial_epoch=start.initial_epoch)  # as checkpoints keep it
     # A person who names a checkpoint may change the data on purpose; that is said once.
     for name, before in start.checksums.items() if hvd.rank() == 0 else ():
         if job.checksums.get(name, before) != before:
@@ -186,6 +188,22 @@ def restore(
         hvd.run_together(lambda: resume.load_weights(job.model, source) if hvd.rank() == 0 else None)
         hvd.broadcast_model(job.model, root_rank=0)
     return start, summary
+
+
+def _at_initial_epoch(start: Start, numbers: Numbers) -> Start:
+    """Position of a run that begins with a later epoch than 0, unless a checkpoint has another one, which is said."""
+    from ringtrain import hvd
+
+    initial, steps = numbers.initial_epoch, numbers.steps_per_epoch
+    if not initial:
+        return start
+    if not start.source:
+        return dataclasses.replace(start, global_step=initial * steps, initial_epoch=initial)
+    if start.global_step != initial * steps and hvd.rank() == 0:
+        epoch = start.global_step // steps
+        text = f"{start.source} decides where this run goes on, in epoch {epoch}, counted from 0, instead of"
+        print(f"ringtrain: {text} initial_epoch {initial}", file=sys.stderr, flush=True)
+    return start
 
 
 class FromCheckpoint:

@@ -69,11 +69,13 @@ class Start:
     """Why newer checkpoints were skipped."""
     checksums: Mapping[str, str] = field(default_factory=dict)
     """Of the data when the checkpoint was saved."""
+    initial_epoch: int = 0
+    """Epoch in which the run has begun, in whichever attempt."""
 
     @property
     def is_later(self) -> bool:
         """Whether training has begun before: in another process, or on other ranks."""
-        return bool(self.source or self.global_step)
+        return bool(self.source or (self.global_step and not self.initial_epoch))
 
 
 def started_again(config: Config, attempt: Attempt) -> Config:
@@ -302,7 +304,12 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
     saved = newest.manifest
     monitored = tuple(saved.get("monitored", ()))
     start = Start(newest.global_step, str(newest.folder), saved["metrics"], monitored, refused=tuple(refused))
-    start = dataclasses.replace(start, checksums=saved.get("checksums", {}), is_ended=saved.get("is_ended", False))
+    start = dataclasses.replace(
+        start,
+        checksums=saved.get("checksums", {}),
+        is_ended=saved.get("is_ended", False),
+        initial_epoch=saved["numbers"].get("initial_epoch", 0),
+    )
     states = saved.get("callbacks", ())
     if states:
         start = dataclasses.replace(start, callbacks=callback_state.loaded_callbacks(states, newest.arrays("state")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import sys
@@ -120,6 +121,9 @@ def _job(process: Process, source: ScriptSource) -> Job:
                 unlike.append("each rank has batches of its own")
     steps = arguments.steps_per_epoch if isinstance(train, data.Arrays) else None
     numbers = adopt(process, model, train.kind, num_train, len(test), batch_size, steps)
+    numbers = dataclasses.replace(numbers, initial_epoch=arguments.initial_epoch)
+    if process.strategy.ranks_change and numbers.initial_epoch:
+        raise ConfigError("ringtrain.fit: initial_epoch in an elastic job: give the number of epochs that are left")
     folder = ForScript.from_environment().folder
     if folder:
         write_below(Path(folder), arguments.callbacks)
@@ -344,8 +348,11 @@ def validation_of(given: data.FitArguments, test: data.Split, batch_size: int, p
     """Returns the evaluation that arguments of `fit` describe; `batch_size`: rows of a training step on all ranks."""
     evaluated = 1 if isinstance(test, data.Stream) else given.validation_batch_size or batch_size
     freq = given.validation_freq
-    due = freq if not isinstance(freq, int) else None if freq == 1 else range(freq, given.epochs + 1, freq)
-    return Validation(prefix, evaluated, due)
+    if not isinstance(freq, int):
+        return Validation(prefix, evaluated, freq)
+    if freq == 1:
+        return Validation(prefix, evaluated)
+    return Validation(prefix, evaluated, range(freq, given.epochs + 1, freq))
 
 
 @contextlib.contextmanager

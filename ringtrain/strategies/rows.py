@@ -35,6 +35,9 @@ class Rows:
             self._batches_of = data.RowBatches(
                 self.train, numbers.samples_per_step, parts, run.config.seed, numbers.steps_per_epoch, has_header
             )
+        # Batches that all epochs share begin with the first epoch that is trained, as in Keras.
+        whole = not isinstance(self.train, data.Stream) and self._batches_of.steps == run.numbers.steps_per_epoch
+        self._first_epoch = 0 if whole else run.start.initial_epoch
         # The step that the strategy has prepared, for a state that all ranks share, or one for this rank's own.
         self._step = step or Step(run.model)
         self._step.divide(has_header=not self._batches_of.is_even, has_empty_parts=self._batches_of.has_empty_parts)
@@ -52,7 +55,7 @@ class Rows:
                 self.train.close()
 
     def __call__(self, epoch: int, first_step: int) -> Iterator[Mapping[str, Any]]:
-        return self._steps(self._batches_of(epoch, first_step))
+        return self._steps(self._batches_of(epoch - self._first_epoch, first_step))
 
     def _steps(self, batches: Iterator[Any]) -> Iterator[Mapping[str, Any]]:
         while True:

@@ -24,6 +24,7 @@ import evaluate_jobs
 import kept_jobs
 import keras
 import keras_jobs
+import loop_jobs
 import numpy as np
 import resume_jobs
 import sharded_jobs
@@ -795,7 +796,7 @@ def what_differs_is_refused() -> None:
             raise AssertionError(f"trained in spite of {words}")
 
 
-MODULES = (keras_jobs, kept_jobs, configured_jobs, evaluate_jobs, resume_jobs, sharded_jobs, snippet_jobs)
+MODULES = (keras_jobs, kept_jobs, loop_jobs, configured_jobs, evaluate_jobs, resume_jobs, sharded_jobs, snippet_jobs)
 
 
 def main() -> None:
