@@ -155,7 +155,10 @@ class Loop:
         source.is_quiet = not verbose
         self.folder: Path | None = None
         self.checksum = ""
-        self._stack = contextlib.ExitStack()
+        self._around = contextlib.ExitStack()
+        """of the whole run, with its results"""
+        self._during = contextlib.ExitStack()
+        """of training, at the end of which the last state is saved"""
         self._run: RunContext | None = None
         """None: not begun, or complete"""
         self._training: Training | None = None
@@ -191,7 +194,6 @@ class Loop:
         from ringtrain.run.context import RunContext
         from ringtrain.sources import script
 
-        hvd.elastic.listen()
         if hvd.elastic.is_on():
             raise ConfigError(
                 "ringtrain.loop: ranks cannot join and leave here: start the job without --elastic, or use"
@@ -204,17 +206,18 @@ class Loop:
                 run = train.agree(process)
             if not isinstance(run, RunContext):
                 self._restore_result(process.config, run)
-                self._stack = stack.pop_all()
+                self._around = stack.pop_all()
                 return self
             self._run, self.folder = run, run.folder
-            stack.enter_context(train.training(run))
-            stack.enter_context(self._averaged_by_optimizers(run))
+            stack.enter_context(self._during)
+            self._during.enter_context(train.training(run))
+            self._during.enter_context(self._averaged_by_optimizers(run))
             if run.step_timer:
                 run.step_timer.script = hvd.monitoring.MainThread()
             run.fingerprint = lambda: self._fingerprint if self._data and run.size > 1 else None
             self._training = loop.Training(run)
             self._epochs = self._training.epochs()
-            self._stack = stack.pop_all()
+            self._around = stack.pop_all()
         return self
 
     def __exit__(
@@ -225,19 +228,19 @@ class Loop:
 
         run = self._run
         if error is not None or run is None:
-            self._stack.__exit__(kind, error, trace)
+            self._around.__exit__(kind, error, trace)
             if run:
                 run.lock.release()
             return
-        with keras_fit.journaled(run):
-            with self._stack:
-                self._end_open_step()
-                # A script that has left its loops before their end has decided to stop.
-                stop = run.callbacks.stop
-                if not stop.stopped_by and run.clock.global_step < run.numbers.num_steps:
-                    stop.stopped_by = A_CALLBACK
-                for _ in self._epochs:
-                    pass  # ends the last one
+        with self._around, keras_fit.journaled(run):
+            self._end_open_step()
+            # A script that has left its loops before their end has decided to stop.
+            stop = run.callbacks.stop
+            if not stop.stopped_by and run.clock.global_step < run.numbers.num_steps:
+                stop.stopped_by = A_CALLBACK
+            for _ in self._epochs:
+                pass  # ends the last one
+            self._during.close()
             summary, exit_code = train.finish(run)
         self.checksum = summary["checksum"]
         keras_fit.end_by_signal(exit_code)
@@ -350,13 +353,14 @@ class Loop:
         Raises:
             DataError: The number of ranks does not divide `num`, so that parts would be unequal.
         """
-        run, _ = self._running()
-        if num % run.size:
+        from ringtrain import hvd
+
+        if num % hvd.size():
             raise DataError(
-                f"run.rows: got {num} rows for {run.size} ranks, expected a multiple of them: choose another batch, or"
+                f"run.rows: got {num} rows for {hvd.size()} ranks, expected a multiple: choose another batch, or"
                 f" use run.batches, which weighs unequal parts"
             )
-        begin, end = data.part_of(num, run.rank, run.size)
+        begin, end = data.part_of(num, hvd.rank(), hvd.size())
         return slice(begin, end)
 
     def log(self, **values: Any) -> None:
