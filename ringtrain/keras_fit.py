@@ -324,7 +324,8 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
     if strategy.num_replicas_in_sync > 1:
         raise ConfigError(
             f"ringtrain.fit: the model is in the scope of a {type(strategy).__name__} with"
-            f" {strategy.num_replicas_in_sync} devices: leave the strategy out, and start a rank for each device"
+            f" {strategy.num_replicas_in_sync} devices: leave the strategy out, and start a rank for each device, by"
+            f" ringtrain launch -np {strategy.num_replicas_in_sync}"
         )
     # Options of the run alone. Those of data, model and training would contradict the script without a word.
     from_command = ForScript.from_environment()

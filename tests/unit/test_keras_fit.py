@@ -64,6 +64,7 @@ def _mirrored() -> keras.Model:
         (_model(), {"options": 3}, r"got int for options, expected a ringtrain\.config\.Config, or a dict"),
         (_model(), {"resume": "must"}, r"got must, which needs the name of the run to resume: give name as well"),
         (_mirrored(), {}, r"a MirroredStrategy with 2 devices: leave the strategy out"),
+        (_model(), {"epochs": 2, "initial_epoch": 2}, r"got initial_epoch 2 with epochs 2.*expected 0 to 1"),
     ],
     ids=[
         "uncompiled",
@@ -80,6 +81,7 @@ def _mirrored() -> keras.Model:
         "no options",
         "must without name",
         "two replicas",
+        "late initial epoch",
     ],
 )
 def test_refused_before_anything_starts(model: keras.Model, arguments: dict[str, Any], message: str) -> None:

@@ -32,8 +32,7 @@ def _ids(num_rows: int = 50, batch_size: int = 8, seed: int | None = 7) -> tf.da
 
 
 def _stream(x: Any, steps: int | None = None, epochs: int = 3, **more: Any) -> data.Stream:
-    given = dict.fromkeys(data.FitArguments.__dataclass_fields__)
-    given |= {"x": x, "epochs": epochs, "steps_per_epoch": steps, "shuffle": False, "seed": 0, "validation_split": 0.0}
+    given = {"x": x, "epochs": epochs, "steps_per_epoch": steps, "shuffle": False}
     return data.inputs(data.FitArguments(**given | more), 32)[0]
 
 
@@ -301,9 +300,7 @@ def test_lengths_that_do_not_fit(x: Any, steps: int | None, message: str) -> Non
 
 def test_validation_batches() -> None:
     def held_out(validation_data: Any, steps: int | None = None) -> list[Any]:
-        given = dict.fromkeys(data.FitArguments.__dataclass_fields__)
-        given |= {"x": X, "y": Y, "shuffle": False, "validation_split": 0.0, "seed": 0}
-        given |= {"validation_data": validation_data, "validation_steps": steps, "epochs": 1}
+        given = {"x": X, "y": Y, "shuffle": False, "validation_data": validation_data, "validation_steps": steps}
         test = data.inputs(data.FitArguments(**given), 32)[1]
         numbers = np.arange(len(test))
         again = [[_ids_of(batch).tolist() for batch in data.evaluation_batches(test, numbers, 1)] for _ in range(2)]
