@@ -42,8 +42,9 @@ def results(folder: Path, np: int, jobs: tuple[str, ...], **options: object) -> 
 
 
 def losses(result: str) -> list[float]:
-    """Numbers of a job's history."""
-    return [value for values in ast.literal_eval(result.partition(" ")[2]).values() for value in values]
+    """Numbers of a job's history, in the order of their names."""
+    history = ast.literal_eval(result.partition(" ")[2])
+    return [value for name in sorted(history) for value in history[name]]
 
 
 def test_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:

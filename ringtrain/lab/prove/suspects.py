@@ -32,6 +32,8 @@ CLOCKS = (
 )
 SEEDED = ("seed", "set_seed", "get_state", "set_state", "getstate", "setstate", "Generator", "SeedSequence")
 """functions of NumPy's, Python's and TensorFlow's random modules that draw nothing"""
+OTHERS_THAT_DRAW = ("secrets.", "keras.backend.random_", "tensorflow.keras.backend.random_")
+"""beginnings of functions of other modules that draw numbers without a seed"""
 GENERATORS = ("default_rng", "RandomState", "Random")
 """they draw the same numbers in every process if they are given a seed"""
 WRITES = ("assign", "assign_add", "assign_sub", "set_weights", "load_weights")
@@ -222,7 +224,7 @@ def _draws(full: str, function: str, call: ast.Call, has_seed: bool) -> str:
     """Kind of a call of a random module."""
     module = re.match(r"(numpy\.random|random|tensorflow\.random|tensorflow\.compat\.v1\.random)\.(\w+)$", full)
     if module is None or function in SEEDED or has_seed or function.startswith("stateless_"):
-        return "random" if full in ("os.urandom", "uuid.uuid4") or full.startswith("secrets.") else ""
+        return "random" if full in ("os.urandom", "uuid.uuid4") or full.startswith(OTHERS_THAT_DRAW) else ""
     if function in GENERATORS and (call.args or call.keywords):
         return ""
     return "random"
