@@ -45,6 +45,8 @@ class Training:
     """
 
     def __init__(self, run: RunContext) -> None:
+        if run.callback_state is not None:  # of ranks that change: those that stay may have a later state
+            run.callback_state.return_to_start()
         self.run, self.callbacks = run, CallbacksOfRun(run)
         self.step_logs: Mapping[str, Any] = {}
 
@@ -58,8 +60,6 @@ class Training:
         model.stop_training = False
         logs: Mapping[str, Any] | None = dict(run.start.metrics) or None
 
-        if run.callback_state is not None:  # of ranks that change: those that stay may have a later state
-            run.callback_state.return_to_start()
         self.callbacks.on_train_begin()
         callback_state.restore_callbacks(run.all_callbacks or run.users_callbacks, run.start.callbacks)
 

@@ -76,7 +76,7 @@ def main() -> None:
         batch_size=16,
         epochs=9,
         validation_data=(x[:50], -y[:50]),  # gets worse
-        callbacks=[multiplies, best, Dies()],
+        callbacks=[multiplies, best, keras.callbacks.CSVLogger(str(FOLDER / "log.csv")), Dies()],
     )
     kept = f"{multiplies.product} {multiplies.epochs}"
     print(f"RESULT {history.checksum} {history.history} {history.epoch} {kept}", flush=True)
