@@ -18,6 +18,7 @@ sharding:       distribution of the samples over the ranks
 augment:        crops and flips, determined by seed and sample number
 pipeline:       batches as tf.data
 pipeline_graph: what the graph of a tf.data pipeline shows
+division:       the same pipeline for the rows of one rank alone
 """
 
 from __future__ import annotations

@@ -315,7 +315,7 @@ class Snapshot:
     def __init__(self, model: Any, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         slots = [variable for optimizer in hvd.optimizers_of(model) for variable in optimizer.variables]
         self._variables = [part for variable in (*model.variables, *slots) for part in hvd.copies_of(variable)]
-        self._arrays = [np.array(variable) for variable in self._variables]
+        self._arrays = [variable.numpy() for variable in self._variables]
         self._callbacks, self._known = callbacks, variables_of(model)
         self._attributes = [dict(vars(callback)) for callback in callbacks]
         self._values = [copy.deepcopy(values_of(callback, self._known, "callback")) for callback in callbacks]

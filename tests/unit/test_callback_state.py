@@ -202,4 +202,4 @@ def test_what_an_interrupted_end_has_changed_is_undone() -> None:
     assert callback.average is average and not np.any(average) and float(callback.metric.result()) == 0
     assert not hasattr(callback, "later")
     assert float(model.optimizer.learning_rate) == pytest.approx(0.1) and int(model.optimizer.iterations) == 0
-    assert not any(np.all(np.array(weight) == 3) for weight in model.weights)
+    assert not any(np.all(weight.numpy() == 3) for weight in model.weights)

@@ -67,5 +67,5 @@ def test_other_variables_and_slots_are_found(model: keras.Model) -> None:
     assert "a variable that no layer" in changed(model, lambda: outside.assign_add(1.0))
     slots, weights = model.optimizer.variables, model.trainable_weights
     update = lambda: model.optimizer.apply([tf.ones_like(weight) for weight in weights])  # noqa: E731
-    assert "changes adam/" in changed(model, update, allowed=weights)
+    assert "changes adam" in changed(model, update, allowed=weights)
     assert not changed(model, update, allowed=[*weights, *slots])
