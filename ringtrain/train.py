@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ringtrain import config_io, strategies
+from ringtrain import config_io, data, strategies
 from ringtrain.config import Config
 from ringtrain.errors import RingtrainError
 from ringtrain.models import lazy_keras
@@ -194,6 +194,8 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     job = process.source.read_job(process)
     config = process.config
     consistency.same_job(process, job)
+    if not strategy.ranks_change and hvd.size() > 1:
+        job.plan |= data.share_on_host(job.data_set)
     stages.done("data")
 
     # Model and optimizer: every rank begins with rank 0's, from the newest checkpoint if there is one. Averaged

@@ -9,6 +9,8 @@ tfrecords:      TFRecord files and their index
 make_tfrecords: command: images to TFRecords
 spark_rows:     rows that Spark streams to this rank
 arrays:         arrays as Keras' fit takes them, and a rank's rows of each global batch
+in_place:       rows of large NumPy arrays, read where they are
+host_memory:    large arrays in memory once per host
 parts:          a rank's parts of a batch, and the header of its rows
 streams:        batches of a tf.data.Dataset, PyDataset or generator, and a rank's rows of each
 from_rank_0:    batches that rank 0 sends to the other ranks
@@ -29,6 +31,7 @@ from ringtrain.config import DataConfig
 from ringtrain.data.arrays import Arrays, NoSamples, RowBatches
 from ringtrain.data.dataset import DataSet, Samples, Split, checksums
 from ringtrain.data.from_rank_0 import FromRank0, packed, read_on_rank_0
+from ringtrain.data.host_memory import share as share_on_host
 from ringtrain.data.inputs import FitArguments, inputs, is_nest, operations_by_rank, shapes_of
 from ringtrain.data.parts import Header, Parts, rows_of
 from ringtrain.data.pipeline import dealt_batches, evaluation_batches, training_batches

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.data import sharding
+from ringtrain.data import in_place, sharding
 from ringtrain.data.dataset import Split, spaced
 from ringtrain.data.parts import Header, Parts, header_arrays
 from ringtrain.data.pipeline import ahead
@@ -50,13 +50,17 @@ class Arrays(Split):
 
     def rows(self, begin: int, end: int) -> Any:
         """Batch of the rows from one number up to another."""
-        return _rows_of(self._tensors(), np.arange(begin, end))
+        numbers = np.arange(begin, end)
+        return _rows_of(self._without_large(), numbers, in_place.rows(self.large, numbers, _converted))
 
     def checksum(self) -> int:
         """Checksum of up to 256 samples, evenly spaced."""
         checksum, chosen = len(self), spaced(len(self), 256) if len(self) else np.zeros(0, np.int64)
-        for leaf in _flat(_sliceable(self.nest, "numpy")):
-            rows = np.asarray(leaf.convert_to_numpy(leaf[chosen]))
+        for leaf in _flat(self.nest):
+            # Only rows of large arrays are converted.
+            part, numbers = (leaf[chosen], slice(None)) if in_place.is_large(leaf) else (leaf, chosen)
+            sliceable = _sliceable(part, "numpy")
+            rows = np.asarray(sliceable.convert_to_numpy(sliceable[numbers]))
             content = "\0".join(map(str, rows.flat)).encode() if rows.dtype.kind == "O" else rows.tobytes()
             checksum = zlib.crc32(content, zlib.crc32(f"{rows.dtype}{rows.shape}".encode(), checksum))
         return checksum
@@ -71,17 +75,29 @@ class Arrays(Split):
         """Batches in the nest of the arrays; see `Split.batches`."""
         import tensorflow as tf
 
+        large = self.large
+
+        def batch_of(one: Any, data: Any) -> Any:
+            numbers = one[1]
+            return _rows_of(data, numbers, in_place.rows(large, numbers, _converted))
+
         # An input of the function: a captured constant of this size would be slow.
-        pairs = tf.data.Dataset.zip(order, tf.data.Dataset.from_tensors(self._tensors()).repeat())
-        batches = pairs.map(tf.autograph.experimental.do_not_convert(lambda one, data: _rows_of(data, one[1])))
+        pairs = tf.data.Dataset.zip(order, tf.data.Dataset.from_tensors(self._without_large()).repeat())
+        batches = pairs.map(tf.autograph.experimental.do_not_convert(batch_of))
         options = tf.data.Options()
         options.experimental_optimization.apply_default_optimizations = False  # they would copy the arrays
         return batches.with_options(options)
 
-    def _tensors(self) -> Any:
+    @property
+    def large(self) -> list[NDArray[Any]]:
+        return [leaf for leaf in _flat(self.nest) if in_place.is_large(leaf)]
+
+    def _without_large(self) -> Any:
+        """The nest as tf.data takes it, in which large arrays have no rows."""
         import keras
 
-        return keras.tree.lists_to_tuples(_sliceable(self.nest, "tensorflow"))
+        nest = keras.tree.map_structure(lambda leaf: leaf[:0] if in_place.is_large(leaf) else leaf, self.nest)
+        return keras.tree.lists_to_tuples(_sliceable(nest, "tensorflow"))
 
 
 class NoSamples(Split):
@@ -189,15 +205,29 @@ def _sliceable(nest: Any, target: str) -> Any:
     return array_slicing.convert_to_sliceable(nest, target_backend=target)
 
 
-def _rows_of(nest: Any, numbers: Any) -> Any:
-    """Rows with these numbers of the arrays of a nest, as tensors."""
+def _converted(rows: NDArray[Any]) -> NDArray[Any]:
+    """Rows in the dtype to which Keras converts their array."""
+    converted: NDArray[Any] = _sliceable(rows, "tensorflow")
+    return converted
+
+
+def _rows_of(nest: Any, numbers: Any, large: Sequence[Any]) -> Any:
+    """Rows with these numbers of the arrays of a nest, as tensors.
+
+    Args:
+        large: Those of the arrays that have no rows in the nest.
+    """
     import keras
     import tensorflow as tf
     from keras.src.trainers.data_adapters import array_slicing
 
+    of_large = iter(large)
+
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, array_slicing.TensorflowSparseWrapper):
             return array_slicing.slice_tensorflow_sparse_wrapper(leaf, numbers)
+        if large and getattr(leaf, "shape", None) is not None and leaf.shape[:1] == (0,):
+            return next(of_large)
         if isinstance(leaf, np.ndarray):
             return tf.convert_to_tensor(leaf[numbers])
         return None if leaf is None or isinstance(leaf, list | tuple | dict) else tf.gather(leaf, numbers, axis=0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.data import augment, sharding
+from ringtrain.data import augment, in_place, sharding
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -35,6 +35,11 @@ class Split:
     def error(self) -> DataError | None:
         """Error of the first sample that this process could not read, if it was not to be skipped; it ends the run."""
         return None
+
+    @property
+    def large(self) -> list[NDArray[Any]]:
+        """Arrays in memory whose rows are read where they are."""
+        return []
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -80,6 +85,10 @@ class Samples(Split):
     padding: int = 0
     """Maximum shift, in pixels, of images in training, half of which are also flipped; 0: unchanged images."""
 
+    @property
+    def large(self) -> list[NDArray[Any]]:
+        return [self.inputs] if in_place.is_large(self.inputs) else []
+
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -98,11 +107,12 @@ class Samples(Split):
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
         import tensorflow as tf
 
+        large = self.large
         with tf.device("CPU"):  # leaves GPU memory to the model
-            inputs, labels = tf.constant(self.inputs), tf.constant(self.labels)
+            inputs, labels = tf.constant(self.inputs[:0] if large else self.inputs), tf.constant(self.labels)
 
         def batch_of(epoch: tf.Tensor, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            chosen = tf.gather(inputs, numbers)
+            chosen = in_place.rows(large, numbers)[0] if large else tf.gather(inputs, numbers)
             if seed is not None and self.padding:
                 draw = tf.stack([tf.constant(seed, tf.int64), epoch])
                 chosen = augment.shifted(chosen, numbers, len(self), self.padding, draw)

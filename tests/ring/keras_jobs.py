@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -332,6 +333,28 @@ def from_files() -> None:
     whole_job(make, lines(), None, "lines", another_order, batch_size=None, within=1e-5, logs=False)
     table = pd.read_csv(path, header=None)
     whole_job(make, table.iloc[:, :6], table.iloc[:, 6:], "table", validation_split=0.2)
+
+
+@only(np=2)
+def large_arrays() -> None:
+    """Ranks hold them once per host, and a row that is another on one rank, of which no checksum knows, is named."""
+    x, y = np.zeros((1000, 10_000)), np.resize(Y, (1000, 3))
+    x[:, :6] = np.resize(X, (1000, 6))
+
+    def make() -> keras.Model:
+        inputs = keras.Input((10_000,))
+        return compiled(keras.Model(inputs, dense()(inputs[:, :6])))
+
+    equals_one_process(make, x, y, "large")
+    in_memory = [line.split("-")[0] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line]
+    assert f"{x.ctypes.data + 4096 & ~4095:x}" in in_memory, in_memory
+    x[1] += hvd.rank()  # of rank 1's own pages
+    assert hvd.allgather_object(float(x[1, 9]), name="row_of_large") == [0.0, 1.0]
+    try:
+        ringtrain.fit(make(), x.copy(), y, name="large-1", options=options(), **SAME)
+        raise AssertionError("nothing was raised")
+    except RingtrainError as error:
+        assert "rank 1 has another array, float64 (1000, 10000), from row 1 on," in str(error), error
 
 
 class RowsSinceTheStart(keras.metrics.Metric):
