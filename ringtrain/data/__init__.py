@@ -12,7 +12,8 @@ arrays:         arrays as Keras' fit takes them, and a rank's rows of each globa
 in_place:       rows of large NumPy arrays, read where they are
 host_memory:    large arrays in memory once per host
 parts:          a rank's parts of a batch, and the header of its rows
-streams:        batches of a tf.data.Dataset, PyDataset or generator, and a rank's rows of each
+streams:        batches of a tf.data.Dataset or generator, and a rank's rows of each
+py_dataset:     batches of a finite PyDataset, by number, or a rank's rows of them
 from_rank_0:    batches that rank 0 sends to the other ranks
 whole_batches:  whole batches of a rank, for evaluation and prediction
 inputs:         training and validation data from arguments of Keras' fit

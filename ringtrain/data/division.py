@@ -14,11 +14,9 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ringtrain.data import pipeline_graph
 from ringtrain.data.parts import Header, Parts, num_rows_of
-from ringtrain.data.streams import cut, fingerprint
+from ringtrain.data.streams import cut, fingerprint, same
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -51,6 +49,7 @@ class Division:
         batch: The dataset that makes batches.
         after: Datasets that follow it, in order.
         remark: What stays whole, as a phrase; "": nothing that takes time.
+        unequal: What is the case if the parts are not those of the whole batches.
     """
 
     whole: tf.data.Dataset
@@ -59,6 +58,7 @@ class Division:
     batch: Any
     after: Sequence[Any]
     remark: str = ""
+    unequal = "a map() after batch() does not compute each row by itself"
 
     def of_rank(self, parts: Parts) -> tf.data.Dataset:
         """Elements (Header, rows of a rank's parts) for each batch of the whole pipeline."""
@@ -100,7 +100,7 @@ class Division:
         is_equal, checksum = True, 0
         for (_, batch), (header, part) in zip(whole, own, strict=True):
             expected_header, expected = parts.cut(batch)
-            is_equal &= _same(
+            is_equal &= same(
                 (header.shares, header.rows, part), (expected_header.shares, expected_header.rows, expected)
             )
             checksum = (checksum * 31 + int(fingerprint(batch))) % 2**31
@@ -219,13 +219,3 @@ def _of_each_row(header: Header, part: Any) -> Header:
 def _element(arguments: tuple[Any, ...]) -> Any:
     """Element of a dataset, given the arguments of its map."""
     return arguments[0] if len(arguments) == 1 else arguments
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two nests of tensors have the same bits."""
-    import tensorflow as tf
-
-    pairs = zip(tf.nest.flatten(one, True), tf.nest.flatten(other, True), strict=True)
-    return all(
-        left.shape == right.shape and np.asarray(left).tobytes() == np.asarray(right).tobytes() for left, right in pairs
-    )

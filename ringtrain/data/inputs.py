@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from ringtrain.data.arrays import Arrays, NoSamples
 from ringtrain.data.dataset import Split
-from ringtrain.data.division import division_of
+from ringtrain.data.division import Division, division_of
 from ringtrain.data.from_rank_0 import FromRank0, StreamOfRank0, leaves, packed, read_on_rank_0
 from ringtrain.data.parts import Parts
 from ringtrain.data.pipeline_graph import RandomOperation, random_operations
-from ringtrain.data.streams import PyDatasetStream, Stream, first_part, num_rows
+from ringtrain.data.py_dataset import PyDatasetStream, RowsOfPyDataset
+from ringtrain.data.streams import Stream, first_part, num_rows
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -143,7 +144,6 @@ def shapes_of(train: Arrays | Stream) -> tuple[Any, int]:
 
 def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split]:
     """Returns training and validation data; raises DataError for what `fit` cannot divide over ranks."""
-    import tensorflow as tf
     from keras.src.trainers.data_adapters import array_slicing
 
     if isinstance(given.shuffle, str) and given.shuffle != "batch":
@@ -161,7 +161,7 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split
             texts = ", ".join(operation.text for operation in random_operations)
             stream.advice = f"it has {texts}: give all ranks the same, or pass ringtrain.from_rank_0(dataset)"
         _check_stream(stream, given)
-        if isinstance(x, tf.data.Dataset):
+        if not stream.is_shard and not isinstance(x, FromRank0):
             divide(stream)
         held_out = _validation(given.validation_data, given, batch_size)
         if given.max_steps:
@@ -196,12 +196,12 @@ def divide(stream: Stream) -> None:
 
     if not hvd.is_initialized() or hvd.size() == 1 or hvd.elastic.is_on():
         return
-    division, why = division_of(stream.dataset)
+    division, why = _division_of(stream)
     found: Any = why
     if division:
         try:
             is_right, checksum = division.tried(Parts.of_rank(hvd.rank(), hvd.size()))
-            why, found = "" if is_right else "a map() after batch() does not compute each row by itself", checksum
+            why, found = "" if is_right else division.unequal, checksum
         except Exception as error:
             why = found = f"its first batches could not be made in parts ({type(error).__name__})"
     # All ranks, or none: each must see the same numbers in the first batches.
@@ -210,6 +210,17 @@ def divide(stream: Stream) -> None:
     if division and not whys and len(set(of_ranks)) == 1:
         stream.division = division
     stream.why_whole = next(iter(whys), "")
+
+
+def _division_of(stream: Stream) -> tuple[Division | RowsOfPyDataset | None, str]:
+    """How batches can be made in parts, if they can; else what stands in the way."""
+    if stream.kind == "tf.data.Dataset":
+        return division_of(stream.dataset)
+    if not isinstance(stream, PyDatasetStream):
+        return None, f"a {stream.kind} makes whole batches"
+    if not hasattr(stream.source, "rows"):
+        return None, "its PyDataset has no method rows(index, begin, end)"
+    return RowsOfPyDataset(stream), ""
 
 
 def _shortened(split: Any, num_steps: int, batch_size: int) -> Any:

@@ -1,15 +1,12 @@
-"""Batches of a tf.data.Dataset, PyDataset or generator, of which each rank trains its rows, with their fingerprint."""
+"""Batches of a tf.data.Dataset or generator, of which each rank trains its rows, with their fingerprint."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import random
 import threading
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,10 +19,10 @@ from ringtrain.data.pipeline import ahead
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
-    import keras
     import tensorflow as tf
 
     from ringtrain.data.division import Division
+    from ringtrain.data.py_dataset import RowsOfPyDataset
 
 MODULUS = 2**31 - 1
 """Fingerprints are below this."""
@@ -68,7 +65,7 @@ class Stream(Split):
     has_classes = False
     is_held_out = is_shard = is_endless = False
     why_rank_0 = why_whole = ""
-    division: Division | None = None
+    division: Division | RowsOfPyDataset | None = None
     steps_per_call = 1
     parts = Parts(range(1), 1)
     kept: KeptBatches | None = None
@@ -175,71 +172,6 @@ class Stream(Split):
         self._open = None
 
 
-class PyDatasetStream(Stream):
-    """Batches of a finite `keras.utils.PyDataset`, made by number: a resumed run makes no earlier ones.
-
-    Its hooks and, without workers, each of its batches get random numbers (`random`, `numpy.random`) that seed, epoch
-    and batch determine. As in Keras, epoch e comes after e + 1 calls of `on_epoch_end`. Workers are threads.
-
-    Args:
-        shuffle: Whether each epoch has its batches in another order.
-    """
-
-    on_resume = "nothing is read again"
-
-    def __init__(
-        self, source: keras.utils.PyDataset, class_weight: Any, shuffle: bool, seed: int, take: int | None = None
-    ) -> None:
-        import tensorflow as tf
-        from keras.src.trainers.data_adapters.data_adapter_utils import get_tensor_spec
-        from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
-
-        self.kind, self.num_batches = "PyDataset", min(int(source.num_batches), take or int(source.num_batches))
-        if not self.num_batches:
-            raise DataError("ringtrain.fit: got a PyDataset without batches, expected at least one")
-        self.source, self._standardized = source, PyDatasetAdapter(source, class_weight)._standardize_batch
-        self.shuffle, self.seed, self._epoch, self._ended = shuffle, seed, 0, 0
-        self._numbers: Iterable[int] = range(self.num_batches)
-        first = list(self._batches(range(min(2, self.num_batches))))
-        self.batch_size, self._signature = num_rows(first[0]), get_tensor_spec(first)
-        self.dataset = tf.data.Dataset.from_generator(
-            lambda: self._batches(self._numbers), output_signature=self._signature
-        )
-
-    def part(self, numbers: NDArray[Any]) -> tf.data.Dataset:
-        import tensorflow as tf
-
-        return tf.data.Dataset.from_generator(lambda: self._batches(numbers), output_signature=self._signature)
-
-    def iterator(self, rows: tf.data.Dataset, epoch: int, first_step: int) -> Iterator[Any]:
-        while self._ended <= epoch:
-            with _seeded(self.seed, self._ended):
-                self.source.on_epoch_end()
-            self._ended += 1
-        with _seeded(self.seed, epoch, 0):
-            self.source.on_epoch_begin()
-        draw = np.random.default_rng([self.seed, epoch])
-        order = draw.permutation(self.num_batches) if self.shuffle else np.arange(self.num_batches)
-        self._epoch, self._numbers = epoch, order[first_step:].tolist()
-        return iter(rows)
-
-    def _batches(self, numbers: Iterable[int]) -> Iterator[Any]:
-        if self.source.workers <= 1:
-            for number in numbers:
-                with _seeded(self.seed, self._epoch, 1, number):
-                    batch = self.source[int(number)]
-                yield self._standardized(batch)
-            return
-        started: deque[Future[Any]] = deque()
-        with ThreadPoolExecutor(self.source.workers) as threads:
-            for number in numbers:
-                started.append(threads.submit(self.source.__getitem__, int(number)))
-                if len(started) > self.source.workers:
-                    yield self._standardized(started.popleft().result())
-            while started:
-                yield self._standardized(started.popleft().result())
-
-
 class KeptBatches:
     """Whole batches of a stream by number, of which the last ones are kept: a step may be repeated with other parts."""
 
@@ -326,20 +258,6 @@ def _advance() -> None:
     hvd.step_timing.PLACE.advance()
 
 
-@contextlib.contextmanager
-def _seeded(*seed: int) -> Iterator[None]:
-    """Context with random numbers of Python and NumPy that these numbers determine."""
-    python, numpy = random.getstate(), np.random.get_state()
-    words = np.random.SeedSequence([int(one) for one in seed]).generate_state(4)
-    random.seed(words.tobytes())
-    np.random.seed(words)
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
 def num_rows(batch: Any) -> int:
     """Rows of a batch of arrays."""
     import keras
@@ -386,3 +304,13 @@ def _fingerprint(leaf: Any) -> tf.Tensor:
     values = values[:: tf.maximum(1, tf.size(values) // FINGERPRINTED)]
     text = tf.io.serialize_tensor(values)
     return tf.strings.to_hash_bucket_fast(text, MODULUS)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two nests of tensors have the same bits."""
+    import tensorflow as tf
+
+    pairs = zip(tf.nest.flatten(one, True), tf.nest.flatten(other, True), strict=True)
+    return all(
+        left.shape == right.shape and np.asarray(left).tobytes() == np.asarray(right).tobytes() for left, right in pairs
+    )

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from ringtrain.data.arrays import Arrays
 from ringtrain.data.pipeline import ahead, evaluation_batches
-from ringtrain.data.streams import PyDatasetStream, fingerprint
+from ringtrain.data.py_dataset import PyDatasetStream
+from ringtrain.data.streams import fingerprint
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:

@@ -272,6 +272,14 @@ class Shuffled(keras.utils.PyDataset):
         self.draw.shuffle(self.order)
 
 
+class Divided(Shuffled):
+    """The same, of which each rank makes its own rows."""
+
+    def rows(self, index: int, begin: int, end: int) -> Any:
+        rows = self.order[index * 32 : (index + 1) * 32][begin:end]
+        return X[rows], Y[rows]
+
+
 def _generated(num_batches: int = 99) -> Any:
     for index in range(num_batches):
         rows = np.arange(index, index + 30 - index % 4) % 100
@@ -283,6 +291,7 @@ def py_datasets_and_generators() -> None:
     """As `fit` of one process, although killed and resumed."""
     kinds: dict[str, Callable[[], dict[str, Any]]] = {
         "py": lambda: {"x": Shuffled(workers=2), "shuffle": False, "validation_data": Shuffled()},
+        "rows": lambda: {"x": Divided(workers=2), "shuffle": False},
         "generator": lambda: {"x": _generated(), "steps_per_epoch": 4},
         "endless": lambda: {"x": _pairs(seed=3).repeat(), "steps_per_epoch": 5},
     }

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from ringtrain.data.division import division_of
 from ringtrain.data.parts import Parts
+from ringtrain.data.py_dataset import PyDatasetStream, RowsOfPyDataset
+from ringtrain.errors import DataError
 
 ROWS = 47
 """which no number of ranks divides, with a smaller last batch"""
@@ -158,3 +161,52 @@ def test_a_map_of_whole_batches_is_noticed() -> None:
 def test_what_stays_whole_is_said_beside_what_is_divided() -> None:
     division, _ = division_of(rows().map(drawn).map(twice).batch(16))
     assert division and division.remark == "map() with random_uniform"
+
+
+class Batches(keras.utils.PyDataset):
+    """3 batches of up to 20 rows, with the numbers of the rows that were made."""
+
+    num_batches = 3
+
+    def __init__(self, more: float = 0.0) -> None:
+        super().__init__()
+        self.more, self.made = more, []
+
+    def __getitem__(self, index):
+        return self.rows(index, 0, 20, 0.0)
+
+    def rows(self, index, begin, end, more=None):
+        numbers = np.arange(ROWS)[20 * index : 20 * index + 20][begin:end]
+        self.made += numbers.tolist()
+        return {"x": X[numbers] + (self.more if more is None else more)}, Y[numbers]
+
+
+class Fewer(Batches):
+    def rows(self, index, begin, end, more=None):
+        return super().rows(index, begin, end - (more is None), more)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 10])
+def test_rows_of_a_py_dataset_are_made_by_the_rank_that_trains_them(num_parts):
+    whole = list(PyDatasetStream(Batches(), None, False, 0).dataset)
+    joined = [[] for _ in whole]
+    for part in range(num_parts):
+        batches = Batches()
+        rows = RowsOfPyDataset(PyDatasetStream(batches, None, False, 0))
+        assert rows.tried(Parts.of_rank(part, num_parts))[0]
+        batches.made.clear()
+        for number, (header, (x, y)) in enumerate(rows.of_rank(Parts.of_rank(part, num_parts))):
+            if header.shares[0] > 0:
+                joined[number] += zip(x["x"].numpy().tolist(), y.numpy().tolist(), strict=True)
+            assert len(y) == header.rows[0] and header.fingerprint == number
+        assert len(batches.made) == len({*batches.made}) <= -(-ROWS // num_parts) + 3
+    for rows, (x, y) in zip(joined, whole, strict=True):
+        assert rows == list(zip(x["x"].numpy().tolist(), y.numpy().tolist(), strict=True))
+
+
+def test_other_rows_of_a_py_dataset_are_found():
+    rows = RowsOfPyDataset(PyDatasetStream(Batches(more=1.0), None, False, 0))
+    assert not rows.tried(Parts.of_rank(0, 2))[0]
+    fewer = RowsOfPyDataset(PyDatasetStream(Fewer(), None, False, 0))
+    with pytest.raises(DataError, match=r"rows\(0, 0, 10\) of the PyDataset returned 9 rows, expected 10"):
+        fewer.tried(Parts.of_rank(0, 2))

@@ -1,0 +1,167 @@
+"""Batches of a finite `keras.utils.PyDataset`, made by number."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringtrain.data.parts import Header, Parts
+from ringtrain.data.streams import Stream, fingerprint, num_rows, same
+from ringtrain.errors import DataError
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+
+class PyDatasetStream(Stream):
+    """Batches of a finite `keras.utils.PyDataset`, made by number: a resumed run makes no earlier ones.
+
+    Its hooks and, without workers, each of its batches get random numbers (`random`, `numpy.random`) that seed, epoch
+    and batch determine. As in Keras, epoch e comes after e + 1 calls of `on_epoch_end`. Workers are threads.
+
+    Args:
+        shuffle: Whether each epoch has its batches in another order.
+    """
+
+    on_resume = "nothing is read again"
+
+    def __init__(
+        self, source: keras.utils.PyDataset, class_weight: Any, shuffle: bool, seed: int, take: int | None = None
+    ) -> None:
+        import tensorflow as tf
+        from keras.src.trainers.data_adapters.data_adapter_utils import get_tensor_spec
+        from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+        self.kind, self.num_batches = "PyDataset", min(int(source.num_batches), take or int(source.num_batches))
+        if not self.num_batches:
+            raise DataError("ringtrain.fit: got a PyDataset without batches, expected at least one")
+        self.source, self.standardized = source, PyDatasetAdapter(source, class_weight)._standardize_batch
+        self.shuffle, self.seed, self._epoch, self._ended = shuffle, seed, 0, 0
+        self.numbers: Iterable[int] = range(self.num_batches)
+        first = list(self.each(range(min(2, self.num_batches)), self.whole))
+        self.batch_size, self._signature = num_rows(first[0]), get_tensor_spec(first)
+        self.dataset = tf.data.Dataset.from_generator(
+            lambda: self.each(self.numbers, self.whole), output_signature=self._signature
+        )
+
+    def part(self, numbers: NDArray[Any]) -> tf.data.Dataset:
+        import tensorflow as tf
+
+        return tf.data.Dataset.from_generator(lambda: self.each(numbers, self.whole), output_signature=self._signature)
+
+    def iterator(self, rows: tf.data.Dataset, epoch: int, first_step: int) -> Iterator[Any]:
+        while self._ended <= epoch:
+            with _seeded(self.seed, self._ended):
+                self.source.on_epoch_end()
+            self._ended += 1
+        with _seeded(self.seed, epoch, 0):
+            self.source.on_epoch_begin()
+        draw = np.random.default_rng([self.seed, epoch])
+        order = draw.permutation(self.num_batches) if self.shuffle else np.arange(self.num_batches)
+        self._epoch, self.numbers = epoch, order[first_step:].tolist()
+        return iter(rows)
+
+    def whole(self, number: int) -> Any:
+        """The batch with this number, as a model takes it."""
+        return self.standardized(self.source[number])
+
+    def each(self, numbers: Iterable[int], made: Callable[[int], Any]) -> Iterator[Any]:
+        """What `made` returns for each number."""
+        if self.source.workers <= 1:
+            for number in numbers:
+                with self.seeded(number):
+                    batch = made(int(number))
+                yield batch
+            return
+        started: deque[Future[Any]] = deque()
+        with ThreadPoolExecutor(self.source.workers) as threads:
+            for number in numbers:
+                started.append(threads.submit(made, int(number)))
+                if len(started) > self.source.workers:
+                    yield started.popleft().result()
+            while started:
+                yield started.popleft().result()
+
+    def seeded(self, number: int) -> contextlib.AbstractContextManager[None]:
+        """Context with the random numbers of a batch."""
+        return _seeded(self.seed, self._epoch, 1, number)
+
+
+class RowsOfPyDataset:
+    """Rows of a rank alone of each batch, from the method `rows(index, begin, end)` of a PyDataset.
+
+    All batches but the last have as many rows as the first.
+    """
+
+    remark = ""
+    unequal = "rows(index, begin, end) gives other rows than the batch has"
+
+    def __init__(self, stream: PyDatasetStream) -> None:
+        self.stream = stream
+        self._last = num_rows(next(stream.each([stream.num_batches - 1], stream.whole)))
+
+    def of_rank(self, parts: Parts) -> tf.data.Dataset:
+        """Elements (Header, rows of a rank's parts) for each batch."""
+        import tensorflow as tf
+
+        num_parts = len(parts.numbers)
+        header = Header(
+            tf.TensorSpec([num_parts], tf.float64), tf.TensorSpec([num_parts], tf.int64), tf.TensorSpec([], tf.float64)
+        )
+        stream = self.stream
+        return tf.data.Dataset.from_generator(
+            lambda: stream.each(stream.numbers, lambda number: self._made(number, parts)),
+            output_signature=(header, stream.dataset.element_spec),
+        )
+
+    def tried(self, parts: Parts) -> tuple[bool, int]:
+        """Whether rows(...) gives those of the first and the last batch, and a checksum of these batches."""
+        import tensorflow as tf
+
+        is_equal, checksum = True, 0
+        for number in {0, self.stream.num_batches - 1}:
+            whole = next(self.stream.each([number], self.stream.whole))
+            whole = tf.nest.map_structure(tf.convert_to_tensor, whole)
+            _, rows = next(self.stream.each([number], lambda number: self._made(number, parts)))
+            is_equal &= same(rows, parts.cut(whole)[1])
+            checksum = (checksum * 31 + int(fingerprint(whole))) % 2**31
+        return is_equal, checksum
+
+    def _made(self, number: int, parts: Parts) -> tuple[Header, Any]:
+        import keras
+
+        stream = self.stream
+        size = self._last if number == stream.num_batches - 1 else stream.batch_size
+        # A part without rows gets the first one.
+        bounds = [(begin, end) if begin < end else (0, 1) for begin, end in parts.bounds(size)]
+        made = [stream.standardized(stream.source.rows(number, begin, end)) for begin, end in bounds]
+        for (begin, end), part in zip(bounds, made, strict=True):
+            if num_rows(part) != end - begin:
+                raise DataError(
+                    f"ringtrain.fit: rows({number}, {begin}, {end}) of the PyDataset returned {num_rows(part)} rows,"
+                    f" expected {end - begin}"
+                )
+        joined = keras.tree.map_structure(lambda *leaves: np.concatenate(leaves), *made) if len(made) > 1 else made[0]
+        return Header(parts.shares(size), [end - begin for begin, end in bounds], float(number)), joined
+
+
+@contextlib.contextmanager
+def _seeded(*seed: int) -> Iterator[None]:
+    """Context with random numbers of Python and NumPy that these numbers determine."""
+    python, numpy = random.getstate(), np.random.get_state()
+    words = np.random.SeedSequence([int(one) for one in seed]).generate_state(4)
+    random.seed(words.tobytes())
+    np.random.seed(words)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
