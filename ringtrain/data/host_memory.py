@@ -13,6 +13,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import uuid
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,7 +39,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-
 
 _shared: dict[int, weakref.ref[NDArray[Any]]] = {}
 """arrays whose pages are mapped already, by their address"""
@@ -80,7 +80,7 @@ def _map_once(blocks: Sequence[_Block]) -> None:
         if not is_first:
             paths = [f"/proc/{of_ranks[first][1]}/fd/{number}" for number in numbers]
             texts = [block.map_from(path) for block, path in zip(blocks, paths, strict=True)]
-            different = "".join(texts[:1])
+            different = next(filter(None, texts), "")
         of_ranks = hvd.allgather_object(different, name="ringtrain_arrays_are_mapped")
     for rank, text in enumerate(of_ranks):
         if text:
@@ -92,8 +92,11 @@ def _map_once(blocks: Sequence[_Block]) -> None:
 
 def _host() -> tuple[str, int, int]:
     """What two processes have in common if one may open the files of the other."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return boot, Path("/proc/self/ns/pid").stat().st_ino, os.getuid()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot, Path("/proc/self/ns/pid").stat().st_ino, os.getuid()
+    except OSError:  # unknown
+        return str(uuid.uuid4()), 0, 0
 
 
 def _blocks_of(arrays: Sequence[NDArray[Any]]) -> list[_Block]:
