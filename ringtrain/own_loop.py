@@ -491,6 +491,8 @@ class Loop:
             reader = data.RowBatches(train, self.source.rows, parts, seed, numbers.steps_per_epoch)
         self._data = given, reader, not reader.is_even
         run.data_set = data.DataSet(train, run.data_set.test, 0, ())
+        if run.size > 1:
+            data.share_on_host(run.data_set)
         return reader, not reader.is_even
 
     def _weigh(self, header: data.Header) -> None:
