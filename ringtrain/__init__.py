@@ -20,12 +20,14 @@ LAZY = {
     **{"evaluate": "ringtrain.keras_evaluate", "predict": "ringtrain.keras_evaluate"},
     "loop": "ringtrain.own_loop",
     "from_rank_0": "ringtrain.data.from_rank_0",
+    "Records": "ringtrain.data.records",
     "trial": "ringtrain.protocol.for_script",
 }
-"""public functions whose modules are loaded when they are used"""
+"""public names whose modules are loaded when they are used"""
 
 if TYPE_CHECKING:  # for editors and mypy
     from ringtrain.data.from_rank_0 import from_rank_0 as from_rank_0
+    from ringtrain.data.records import Records as Records
     from ringtrain.function_call import run as run
     from ringtrain.keras_evaluate import evaluate as evaluate
     from ringtrain.keras_evaluate import predict as predict

@@ -296,10 +296,10 @@ def _metrics_without_sum(model: keras.Model, whole: data.WholeBatches) -> list[s
     from ringtrain.optim import metric_states
 
     own = metric_states.of_script(model)
-    if not own or whole.arrays is None:
+    if not own or whole.rows is None:
         return []
-    if len(whole.arrays) >= metric_states.NUM_ROWS:
-        seen = metric_states.of_test_step(model, whole.arrays.rows)
+    if len(whole.rows) >= metric_states.NUM_ROWS:
+        seen = metric_states.of_test_step(model, whole.rows.rows)
         own = hvd.broadcast_object(seen.not_over_rows if seen else [], root_rank=0, name="ringtrain_not_summed")
         if own and hvd.rank() == 0:
             text = f"{', '.join(own)}: the metric is no sum over rows, so that every rank evaluates all of them"

@@ -9,6 +9,9 @@ tfrecords:      TFRecord files and their index
 make_tfrecords: command: images to TFRecords
 spark_rows:     rows that Spark streams to this rank
 arrays:         arrays as Keras' fit takes them, and a rank's rows of each global batch
+records:        rows of Parquet and TFRecord files
+record_files:   blocks of these files, and the columns of one block
+block_cache:    blocks in memory, read ahead
 in_place:       rows of large NumPy arrays, read where they are
 host_memory:    large arrays in memory once per host
 parts:          a rank's parts of a batch, and the header of its rows
@@ -29,13 +32,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from ringtrain.config import DataConfig
-from ringtrain.data.arrays import Arrays, NoSamples, RowBatches
+from ringtrain.data.arrays import Arrays, NoSamples, RowBatches, Rows
 from ringtrain.data.dataset import DataSet, Samples, Split, checksums
 from ringtrain.data.from_rank_0 import FromRank0, packed, read_on_rank_0
 from ringtrain.data.host_memory import share as share_on_host
 from ringtrain.data.inputs import FitArguments, inputs, is_nest, operations_by_rank, shapes_of
 from ringtrain.data.parts import Header, Parts, rows_of
 from ringtrain.data.pipeline import dealt_batches, evaluation_batches, training_batches
+from ringtrain.data.records import Records
 from ringtrain.data.sharding import evaluation_shard, part_of, training_shard
 from ringtrain.data.sources import PREPARE, source
 from ringtrain.data.streams import Stream, StreamRows

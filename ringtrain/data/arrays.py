@@ -19,7 +19,38 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 
-class Arrays(Split):
+class Rows(Split):
+    """Rows by number as `ringtrain.fit` takes them: `Arrays` in memory, or `RecordRows` in files."""
+
+    has_classes = False
+    kind, on_resume = "", "nothing is read again"
+    shuffle: bool | str = False
+    _num_samples = 0
+
+    def __len__(self) -> int:
+        return int(self._num_samples)
+
+    def first(self, num_samples: int) -> Rows:
+        """The same, of which only the first rows are used."""
+        part = copy.copy(self)
+        part._num_samples = min(num_samples, len(self))
+        return part
+
+    def rows(self, begin: int, end: int) -> Any:
+        """Batch of the rows from one number up to another."""
+        raise NotImplementedError
+
+    def order_of_pass(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Numbers of all rows as they are trained in an epoch, in batches of this size and a last, smaller one."""
+        return self.epoch_order(1, seed, epoch).reshape(-1)
+
+    @property
+    def plan(self) -> dict[str, str]:
+        """Rows of the plan that describe the data."""
+        return {}
+
+
+class Arrays(Rows):
     """Inputs, targets and weights of `fit`: NumPy, tensors, pandas, sparse or ragged, in any nest.
 
     Args:
@@ -28,8 +59,7 @@ class Arrays(Split):
         shuffle: Whether every epoch has another order; "batch": of the rows of each global batch.
     """
 
-    has_classes = False
-    kind, on_resume = "arrays", "nothing is read again"
+    kind = "arrays"
 
     def __init__(
         self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, shuffle: bool | str = False
@@ -39,17 +69,7 @@ class Arrays(Split):
         adapter = ArrayDataAdapter(x, y, sample_weight, class_weight=class_weight)
         self.nest, self.shuffle, self._num_samples = adapter._inputs, shuffle, adapter._num_samples
 
-    def __len__(self) -> int:
-        return int(self._num_samples)
-
-    def first(self, num_samples: int) -> Arrays:
-        """The same arrays, of which only the first samples are used."""
-        part = copy.copy(self)
-        part._num_samples = min(num_samples, len(self))
-        return part
-
     def rows(self, begin: int, end: int) -> Any:
-        """Batch of the rows from one number up to another."""
         numbers = np.arange(begin, end)
         return _rows_of(self._without_large(), numbers, in_place.rows(self.large, numbers, _converted))
 
@@ -115,7 +135,7 @@ class RowBatches:
     A part without a row in a batch, of which there are fewer than parts, gets the batch's first one, with the share 0.
 
     Args:
-        samples: Data whose `epoch_order` of global batches of 1 contains every sample.
+        samples: Data to train.
         global_batch_size: Rows of a step on all ranks.
         parts: That this rank trains.
         steps_per_epoch: Steps of an epoch, if several epochs share a pass over the data; None: a pass. An epoch does
@@ -130,7 +150,7 @@ class RowBatches:
 
     def __init__(
         self,
-        samples: Split,
+        samples: Rows,
         global_batch_size: int,
         parts: Parts,
         seed: int,
@@ -183,7 +203,7 @@ class RowBatches:
 
     def _numbers(self) -> NDArray[np.int64]:
         epoch, first_step, end = self.position
-        order = self.samples.epoch_order(1, self.seed, epoch).reshape(-1)
+        order = self.samples.order_of_pass(self.global_batch_size, self.seed, epoch)
         length = len(order) - self.rest
         whole, rest = order[:length].reshape(-1, self.global_batch_size), order[length:]
         if getattr(self.samples, "shuffle", False) == "batch":

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.data.arrays import Arrays, NoSamples
+from ringtrain.data.arrays import Arrays, NoSamples, Rows
 from ringtrain.data.dataset import Split
 from ringtrain.data.division import Division, division_of
 from ringtrain.data.from_rank_0 import FromRank0, StreamOfRank0, leaves, packed, read_on_rank_0
 from ringtrain.data.parts import Parts
 from ringtrain.data.pipeline_graph import RandomOperation, random_operations
 from ringtrain.data.py_dataset import PyDatasetStream, RowsOfPyDataset
+from ringtrain.data.records import RecordRows, Records
 from ringtrain.data.streams import Stream, first_part, num_rows
 from ringtrain.errors import DataError
 
@@ -122,7 +123,7 @@ def _is_batches(x: Any) -> bool:
     import tensorflow as tf
     from keras.src.trainers.data_adapters import is_grain_dataset, is_torch_dataloader
 
-    kinds = tf.data.Dataset | keras.utils.PyDataset | GeneratorType | FromRank0
+    kinds = tf.data.Dataset | keras.utils.PyDataset | GeneratorType | FromRank0 | Records
     return isinstance(x, kinds) or is_grain_dataset(x) or is_torch_dataloader(x)
 
 
@@ -131,7 +132,7 @@ def is_nest(part: Any) -> bool:
     return isinstance(part, dict | tuple) or (isinstance(part, list) and any(hasattr(leaf, "shape") for leaf in part))
 
 
-def shapes_of(train: Arrays | Stream) -> tuple[Any, int]:
+def shapes_of(train: Rows | Stream) -> tuple[Any, int]:
     """Shapes of a sample's inputs, in their nest, and the number of columns of its targets, 0 if these are a nest."""
     import keras
     import tensorflow as tf
@@ -142,10 +143,8 @@ def shapes_of(train: Arrays | Stream) -> tuple[Any, int]:
     return tf.nest.map_structure(lambda leaf: tuple(leaf.shape[1:]), x), num_targets
 
 
-def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split]:
+def inputs(given: FitArguments, batch_size: int) -> tuple[Rows | Stream, Split]:
     """Returns training and validation data; raises DataError for what `fit` cannot divide over ranks."""
-    from keras.src.trainers.data_adapters import array_slicing
-
     if isinstance(given.shuffle, str) and given.shuffle != "batch":
         raise DataError(f'ringtrain.fit: got shuffle {given.shuffle!r}, expected True, False or "batch"')
     how = (given.class_weight, given.steps_per_epoch, given.num_epochs, bool(given.shuffle), given.seed)
@@ -168,13 +167,7 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split
             _shorten_stream(stream, given)
             held_out = _shortened(held_out, given.max_steps, batch_size)
         return stream, held_out
-    _check_arrays("x", given.x)
-    x, y, weight, held_out = given.x, given.y, given.sample_weight, given.validation_data
-    if given.validation_split and held_out is None:
-        (x, y, weight), held_out = array_slicing.train_validation_split(
-            (x, y, weight), validation_split=given.validation_split
-        )
-    train = Arrays(x, y, weight, given.class_weight, shuffle=given.shuffle)
+    train, held_out = _rows(given)
     if not len(train):
         raise DataError("ringtrain.fit: got no training samples, expected at least one")
     if not given.max_steps:
@@ -188,6 +181,26 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[Arrays | Stream, Split
         _shortened(train, num_steps, batch_size),
         _shortened(_validation(held_out, given, batch_size), given.max_steps, batch_size),
     )
+
+
+def _rows(given: FitArguments) -> tuple[Rows, Any]:
+    """Training data that are no batches, and validation data as arguments."""
+    from keras.src.trainers.data_adapters import array_slicing
+
+    x, y, weight, held_out = given.x, given.y, given.sample_weight, given.validation_data
+    if isinstance(x, Records):
+        if y is not None or weight is not None or given.validation_split:
+            raise DataError(
+                "ringtrain.fit: got Records with y, sample_weight or validation_split: name the columns in Records"
+                " (target, weight), and pass other Records as validation_data"
+            )
+        return RecordRows(x, given.shuffle, given.class_weight), held_out
+    _check_arrays("x", x)
+    if given.validation_split and held_out is None:
+        (x, y, weight), held_out = array_slicing.train_validation_split(
+            (x, y, weight), validation_split=given.validation_split
+        )
+    return Arrays(x, y, weight, given.class_weight, shuffle=given.shuffle), held_out
 
 
 def divide(stream: Stream) -> None:
@@ -228,7 +241,7 @@ def _shortened(split: Any, num_steps: int, batch_size: int) -> Any:
     if isinstance(split, Stream):
         split.num_batches = min(split.num_batches, num_steps)
         return split
-    if not isinstance(split, Arrays):
+    if not isinstance(split, Rows):
         return split
     whole, rest = divmod(len(split), batch_size)
     if whole + (rest > 0) <= num_steps:
@@ -312,10 +325,14 @@ def _validation(held_out: Any, given: FitArguments, batch_size: int) -> Split:
     if stream:
         stream.is_held_out = True
         return stream
-    _check_arrays("validation_data", held_out)
-    arrays = Arrays(*keras.utils.unpack_x_y_sample_weight(held_out))
+    samples: Rows
+    if isinstance(held_out, Records):
+        samples = RecordRows(held_out)
+    else:
+        _check_arrays("validation_data", held_out)
+        samples = Arrays(*keras.utils.unpack_x_y_sample_weight(held_out))
     rows = given.validation_batch_size or batch_size
-    return arrays.first(steps * rows) if steps else arrays
+    return samples.first(steps * rows) if steps else samples
 
 
 def _shard(function: Callable[[int, int], Any], *how: Any) -> Stream:
@@ -440,8 +457,8 @@ def _check_arrays(argument: str, nest: Any) -> None:
         kind = f"{wrong[0].__module__}.{wrong[0].__name__}" if wrong else "nothing"
         raise DataError(
             f"ringtrain.fit: got {kind} for {argument}, expected arrays in memory (NumPy, tensors or pandas, also in"
-            f" dicts and tuples), a tf.data.Dataset, a PyDataset or a generator, or a function of rank and number of"
-            f" ranks that returns one"
+            f" dicts and tuples), ringtrain.Records, a tf.data.Dataset, a PyDataset or a generator, or a function of"
+            f" rank and number of ranks that returns one"
         )
 
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.data.arrays import Arrays
+from ringtrain.data.arrays import Arrays, Rows
 from ringtrain.data.pipeline import ahead, evaluation_batches
 from ringtrain.data.py_dataset import PyDatasetStream
+from ringtrain.data.records import RecordRows, Records
 from ringtrain.data.streams import fingerprint
 from ringtrain.errors import DataError
 
@@ -29,7 +30,7 @@ class WholeBatches:
     """None: unknown before they are read"""
     checksum: int = 0
     """of the data, which all ranks must have alike"""
-    arrays: Arrays | None = None
+    rows: Rows | None = None
     """of which these are batches"""
     is_shard: bool = False
     """whether these are batches of data that this rank alone has"""
@@ -59,7 +60,9 @@ def whole_batches(
     if steps:
         steps = math.ceil(steps / per_call) * per_call
     if array_data_adapter.can_convert_arrays((x, y, sample_weight)):
-        return _of_arrays(Arrays(x, y, sample_weight), batch_size, steps, rank, size, per_call)
+        return _of_rows(Arrays(x, y, sample_weight), batch_size, steps, rank, size, per_call)
+    if isinstance(x, Records) and y is None and sample_weight is None:
+        return _of_rows(RecordRows(x), batch_size, steps, rank, size, per_call)
     has_targets = y is not None or sample_weight is not None
     if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None and not has_targets:
         stream = PyDatasetStream(x, None, False, 0, steps)
@@ -77,17 +80,17 @@ def no_batches(spec: Any) -> WholeBatches:
     return WholeBatches(dataset=tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec))
 
 
-def _of_arrays(arrays: Arrays, batch_size: int, steps: int | None, rank: int, size: int, per_call: int) -> WholeBatches:
+def _of_rows(rows: Rows, batch_size: int, steps: int | None, rank: int, size: int, per_call: int) -> WholeBatches:
     if steps:
-        arrays = arrays.first(steps * batch_size)
-    if not len(arrays):
+        rows = rows.first(steps * batch_size)
+    if not len(rows):
         raise DataError("ringtrain.fit: got arrays without rows, expected at least one")
-    numbers = _numbers_of_rank(len(arrays), rank, size, per_call * batch_size)
+    numbers = _numbers_of_rank(len(rows), rank, size, per_call * batch_size)
     return WholeBatches(
-        dataset=evaluation_batches(arrays, numbers, batch_size),
+        dataset=evaluation_batches(rows, numbers, batch_size),
         num_batches=math.ceil(len(numbers) / batch_size),
-        checksum=arrays.checksum(),
-        arrays=arrays,
+        checksum=rows.checksum(),
+        rows=rows,
     )
 
 

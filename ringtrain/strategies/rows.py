@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import tensorflow as tf
 
@@ -33,7 +33,12 @@ class Rows:
         else:
             numbers = run.numbers
             self._batches_of = data.RowBatches(
-                self.train, numbers.samples_per_step, parts, run.config.seed, numbers.steps_per_epoch, has_header
+                cast(data.Rows, self.train),
+                numbers.samples_per_step,
+                parts,
+                run.config.seed,
+                numbers.steps_per_epoch,
+                has_header,
             )
         # Batches that all epochs share begin with the first epoch that is trained, as in Keras.
         whole = not isinstance(self.train, data.Stream) and self._batches_of.steps == run.numbers.steps_per_epoch

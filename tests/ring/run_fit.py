@@ -26,6 +26,7 @@ import keras
 import keras_jobs
 import loop_jobs
 import numpy as np
+import records_jobs
 import resume_jobs
 import sharded_jobs
 import snippet_jobs
@@ -805,7 +806,17 @@ def what_differs_is_refused() -> None:
             raise AssertionError(f"trained in spite of {words}")
 
 
-MODULES = (keras_jobs, kept_jobs, loop_jobs, configured_jobs, evaluate_jobs, resume_jobs, sharded_jobs, snippet_jobs)
+MODULES = (
+    keras_jobs,
+    kept_jobs,
+    loop_jobs,
+    configured_jobs,
+    evaluate_jobs,
+    records_jobs,
+    resume_jobs,
+    sharded_jobs,
+    snippet_jobs,
+)
 
 
 def main() -> None:

@@ -1,0 +1,295 @@
+"""Parquet and TFRecord files: their blocks of rows, and the columns of one block.
+
+A block is what is read at once: a row group of a Parquet file, or successive records of a TFRecord file.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringtrain.data import tfrecords
+from ringtrain.data.image_files import Unreadable
+from ringtrain.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+PARQUET = b"PAR1"
+"""first bytes of a Parquet file"""
+NUM_READERS = 16
+"""threads that read the beginnings of files"""
+RECORDS_OF_BLOCK, BYTES_OF_BLOCK = 4096, 8 << 20
+"""limits of a block of TFRecords"""
+BUFFER = 1 << 20
+"""bytes that TensorFlow reads at once"""
+Columns = dict[str, NDArray[Any]]
+"""Values of a block by column, [rows, ...]."""
+
+
+class Block(NamedTuple):
+    """Successive rows of a file."""
+
+    path: Path
+    number: int
+    """of the row group, or of the first record"""
+    start: int
+    """of the first record, in bytes; -1: a row group"""
+    num_rows: int
+    num_bytes: int
+    """in memory, about"""
+
+    @property
+    def name(self) -> str:
+        """How messages name it."""
+        part = f"records from {self.number} on" if self.start >= 0 else f"row group {self.number}"
+        return f"{self.path}: {part}"
+
+
+def files_of(files: str | Path | Sequence[str | Path]) -> list[Path]:
+    """Paths of the files that a path, folder, pattern, or a list of these stands for; folders and patterns are sorted.
+
+    Raises:
+        DataError: None, or a URL.
+    """
+    given = [files] if isinstance(files, str | Path) else list(files)
+    paths: list[Path] = []
+    for one in given:
+        text = str(one)
+        if "://" in text:
+            raise DataError(f"ringtrain.Records: got {text}, expected a local or mounted path")
+        if Path(text).is_dir():
+            inside = sorted(path for path in Path(text).rglob("*") if path.is_file())
+            found = [path for path in inside if not _is_hidden(path.relative_to(text))]
+        else:
+            found = [Path(name) for name in sorted(glob.glob(text, recursive=True))]
+        if not found:
+            raise DataError(f"ringtrain.Records: no file {text}")
+        paths += found
+    return paths
+
+
+def _is_hidden(path: Path) -> bool:
+    """Whether writers of data sets mean no data by this name, as by _SUCCESS and .crc."""
+    return any(part.startswith(("_", ".")) for part in path.parts)
+
+
+class ParquetFiles:
+    """Columns of Parquet files; blocks are their row groups."""
+
+    kind = "Parquet"
+
+    def __init__(self, paths: Sequence[Path], columns: Sequence[str]) -> None:
+        self.columns = columns
+        with ThreadPoolExecutor(NUM_READERS) as readers:
+            of_files = list(readers.map(self._opened, paths))
+        self.blocks = [block for blocks, _ in of_files for block in blocks]
+        # A file without rows may have any types.
+        schemas = [(blocks[0].path, schema) for blocks, schema in of_files if blocks]
+        for path, schema in schemas:
+            first, expected = schemas[0]
+            for name in columns:
+                if schema[name] != expected[name]:
+                    raise DataError(f"{path}: column {name} is {schema[name]}, expected {expected[name]} as in {first}")
+
+    def _opened(self, path: Path) -> tuple[list[Block], dict[str, Any]]:
+        """Blocks of a file, and the types of its columns."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            file = pq.ParquetFile(path)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{path}: cannot be read as Parquet: {_in_one_line(error)}") from error
+        with file:
+            names = file.schema_arrow.names
+            missing = [name for name in self.columns if name not in names]
+            if missing:
+                raise DataError(f"{path}: has no column {missing[0]}: it has {', '.join(names)}")
+            schema = {name: file.schema_arrow.field(name).type for name in self.columns}
+            blocks = []
+            for number in range(file.metadata.num_row_groups):
+                group = file.metadata.row_group(number)
+                parts = [group.column(place) for place in range(group.num_columns)]
+                wanted = [part for part in parts if part.path_in_schema.split(".")[0] in self.columns]
+                num_bytes = sum(part.total_uncompressed_size for part in wanted)
+                if group.num_rows:
+                    blocks.append(Block(path, number, -1, group.num_rows, num_bytes))
+        return blocks, schema
+
+    def read(self, block: Block) -> Columns:
+        """Values of a block.
+
+        Raises:
+            DataError: The file is damaged, or a value is missing.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            with pq.ParquetFile(block.path, page_checksum_verification=True) as file:
+                table = file.read_row_group(block.number, columns=list(self.columns), use_threads=False)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{block.name} cannot be read: {_in_one_line(error)}") from error
+        return {
+            name: _values(table.column(name).combine_chunks(), f"{block.name}: column {name}") for name in self.columns
+        }
+
+
+def _values(column: pa.Array, name: str) -> NDArray[Any]:
+    """Values of a column, [rows] or, of lists of one length, [rows, length]."""
+    import pyarrow as pa
+
+    if isinstance(column, pa.ChunkedArray):
+        column = pa.concat_arrays(column.chunks)
+    if column.null_count:
+        raise DataError(f"{name}: {column.null_count} of {len(column)} values are null: fill them in before")
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return _values(column.dictionary_decode(), name)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        inside = _values(column.flatten(), name)
+        length = len(inside) // len(column)
+        if not pa.types.is_fixed_size_list(kind) and (np.diff(column.offsets) != length).any():
+            raise DataError(f"{name}: lists of several lengths, expected one: pad them before")
+        return inside.reshape(len(column), length, *inside.shape[1:])
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind):
+        return np.array(column.to_pylist(), object)
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+        values: NDArray[Any] = column.to_numpy(zero_copy_only=False)
+        return values
+    raise DataError(f"{name}: values of type {kind}, expected numbers, texts, or lists of them: convert it before")
+
+
+class RecordFiles:
+    """Features of `tf.train.Example`s in TFRecord files; blocks are successive records.
+
+    Args:
+        features: As for `tf.io.parse_example`; None: those of the first record.
+    """
+
+    kind = "TFRecord"
+
+    def __init__(self, paths: Sequence[Path], columns: Sequence[str], features: Mapping[str, Any] | None) -> None:
+        damaged = _Damaged(skip=False)
+        with ThreadPoolExecutor(NUM_READERS) as readers:
+            starts = list(readers.map(lambda path: tfrecords.record_starts(path, damaged), paths))
+        self.blocks = [block for path, of_file in zip(paths, starts, strict=True) for block in _blocks(path, of_file)]
+        known = dict(features) if features else _features_of(self.blocks[0])
+        missing = [name for name in columns if name not in known]
+        if missing:
+            raise DataError(f"{paths[0]}: has no feature {missing[0]}: it has {', '.join(sorted(known))}")
+        self.features = {name: known[name] for name in columns}
+
+    def read(self, block: Block) -> Columns:
+        """Values of a block.
+
+        Raises:
+            DataError: The file is damaged, or a record has other features.
+        """
+        import tensorflow as tf
+
+        try:
+            with tf.device("CPU"):
+                values = tf.io.parse_example(_texts(block), self.features)
+        except tf.errors.OpError as error:
+            text = re.sub(r"\{\{.*?\}\} | \[Op:.*", "", error.message)
+            raise DataError(f"{block.name} cannot be read: {_in_one_line(text)}") from error
+        return {name: value.numpy() for name, value in values.items()}
+
+
+class _Damaged(Unreadable):
+    def add(self, name: str, problem: str) -> None:
+        raise DataError(f"{name}: {problem}")
+
+
+def _blocks(path: Path, starts: NDArray[np.int64]) -> list[Block]:
+    """Blocks of a file with records at these positions."""
+    end = path.stat().st_size
+    positions = [*starts.tolist(), end]
+    blocks, first = [], 0
+    for number in range(1, len(positions)):
+        is_full = number - first == RECORDS_OF_BLOCK or positions[number] - positions[first] >= BYTES_OF_BLOCK
+        if is_full or number == len(positions) - 1:
+            num_bytes = positions[number] - positions[first]
+            blocks.append(Block(path, first, positions[first], number - first, num_bytes))
+            first = number
+    return blocks
+
+
+def _texts(block: Block) -> Any:
+    """Serialized records of a block, string [rows]; their checksums are compared."""
+    import tensorflow as tf
+
+    def records(start: tf.Tensor) -> tf.data.Dataset:
+        found = tf.raw_ops.TFRecordDatasetV2(
+            filenames=[str(block.path)], compression_type="", buffer_size=BUFFER, byte_offsets=start[None]
+        )
+        return tf.data.experimental.from_variant(found, tf.TensorSpec([], tf.string)).take(block.num_rows)
+
+    # In a function, as tf.data forgets the offset of one outside.
+    whole = tf.data.Dataset.from_tensors(tf.constant(block.start, tf.int64)).flat_map(records)
+    return next(iter(whole.batch(block.num_rows)))
+
+
+def _features_of(block: Block) -> dict[str, Any]:
+    """Features of the first record, with its lengths."""
+    import tensorflow as tf
+
+    dtypes = {"bytes_list": tf.string, "float_list": tf.float32, "int64_list": tf.int64}
+    try:
+        example = tf.train.Example.FromString(_texts(block._replace(num_rows=1))[0].numpy())
+    except Exception as error:  # of protobuf or TensorFlow
+        raise DataError(f"{block.name} cannot be read as tf.train.Example: {_in_one_line(error)}") from error
+    features = {}
+    for name, feature in example.features.feature.items():
+        kind = feature.WhichOneof("kind")
+        if kind:
+            length = len(getattr(feature, kind).value)
+            features[name] = tf.io.FixedLenFeature([] if length == 1 else [length], dtypes[kind])
+    return features
+
+
+def opened(
+    files: str | Path | Sequence[str | Path], columns: Sequence[str], features: Mapping[str, Any] | None
+) -> ParquetFiles | RecordFiles:
+    """Opens files of one kind, which their first bytes tell.
+
+    Raises:
+        DataError: They cannot be read, or have no rows.
+    """
+    paths = files_of(files)
+    are_parquet = {path: _begins_with(path, PARQUET) for path in paths}
+    if len({*are_parquet.values()}) > 1:
+        other = next(path for path in paths if are_parquet[path] != are_parquet[paths[0]])
+        raise DataError(f"ringtrain.Records: {paths[0]} and {other} are not of one kind: expected Parquet or TFRecord")
+    opener: Callable[[], ParquetFiles | RecordFiles] = lambda: RecordFiles(paths, columns, features)  # noqa: E731
+    if are_parquet[paths[0]]:
+        try:
+            import pyarrow  # noqa: F401
+        except ImportError as error:
+            raise DataError("ringtrain.Records: Parquet needs pyarrow: pip install 'ringtrain[records]'") from error
+        opener = lambda: ParquetFiles(paths, columns)  # noqa: E731
+    found = opener()
+    if not found.blocks:
+        raise DataError(f"ringtrain.Records: no row in {len(paths)} files, expected at least one: {paths[0]}")
+    return found
+
+
+def _begins_with(path: Path, magic: bytes) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(magic)) == magic
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _in_one_line(error: Any) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,232 @@
+"""Rows of Parquet and TFRecord files, which are read while they are trained."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringtrain.data import pipeline_graph, sharding
+from ringtrain.data.arrays import Rows
+from ringtrain.data.block_cache import BlockCache
+from ringtrain.data.record_files import opened
+from ringtrain.errors import DataError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+LANES = (48, 24, 12, 6, 4, 3, 2, 1)
+"""possible numbers of blocks that a batch has rows of; many numbers of ranks divide the larger ones"""
+AHEAD = 16
+"""batches whose blocks are read before they are trained"""
+MEMORY_MB = 256
+
+
+class Records:
+    """Rows of Parquet or TFRecord files for `ringtrain.fit`, `evaluate` and `predict`. They may be larger than memory.
+
+    Each rank reads the blocks (row groups, successive records) of its own rows. Every epoch has another order, which
+    follows from the seed, the epoch and the batch size, and not from the number of ranks: blocks are shuffled, and
+    their rows, and a batch has rows of `lanes` blocks. A resumed run continues within an epoch and reads nothing twice.
+
+    Args:
+        files: Path of a file, of a folder, or a pattern such as "rows/*.parquet", or several in a list.
+        inputs: Column of the inputs x. A list of columns is one array with these columns; a dict, several inputs.
+        target: The same for y. None: there are no targets.
+        weight: Column with the weight of each row.
+        transform: Function of TensorFlow, from (x,), (x, y) or (x, y, weight) of a batch to what is trained. It has no
+            state, and computes each row by itself.
+        features: Of TFRecords, as for `tf.io.parse_example`. None: those of the first record, with its lengths.
+        memory_mb: Memory of a rank for blocks, about.
+
+    Attributes:
+        lanes: Number of blocks that are read at once, at most, by all ranks together.
+
+    Raises:
+        DataError: No files, or files that cannot be read, without a column, or with another type than the first.
+
+    Example:
+        >>> rows = ringtrain.Records("rows/*.parquet", inputs=["age", "income"], target="label")
+        >>> ringtrain.fit(model, rows, batch_size=256, epochs=3)
+    """
+
+    def __init__(
+        self,
+        files: str | Path | Sequence[str | Path],
+        inputs: Any,
+        target: Any = None,
+        weight: str | None = None,
+        transform: Callable[..., Any] | None = None,
+        features: Mapping[str, Any] | None = None,
+        memory_mb: int = MEMORY_MB,
+    ) -> None:
+        given = [inputs, *(() if target is None else (target,)), *(() if weight is None else (weight,))]
+        self.nest, self.transform = tuple(given), transform
+        self.columns = sorted({*_names_in(self.nest)})
+        self.files = opened(files, self.columns, features)
+        self.blocks = self.files.blocks
+        self.starts = np.cumsum([0, *(block.num_rows for block in self.blocks)])
+        max_bytes = memory_mb << 20
+        most = max_bytes // (2 * max(1, *(block.num_bytes for block in self.blocks)))
+        self.lanes = next((number for number in LANES if number <= most), 1)
+        self.cache = BlockCache(lambda number: self.files.read(self.blocks[number]), max_bytes)
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def dataset(self, batch_size: int, seed: int | None = None, epoch: int = 0) -> tf.data.Dataset:
+        """Batches of all rows as a dataset, for Keras without ringtrain.
+
+        Args:
+            seed: Of the order. None: that of the files.
+            epoch: Number of the order.
+        """
+        import tensorflow as tf
+
+        rows = RecordRows(self, shuffle=seed is not None)
+        order = rows.order_of_pass(batch_size, seed or 0, epoch)
+        numbers = tf.data.Dataset.from_tensor_slices(order).batch(batch_size)
+        batches = rows.batches(numbers.map(lambda batch: (tf.constant(0, tf.int64), batch)), batch_size, seed)
+        return batches.prefetch(2)
+
+    def columns_of(self, numbers: NDArray[np.int64]) -> list[NDArray[Any]]:
+        """Values of each column in the rows with these numbers."""
+        of_rows = np.searchsorted(self.starts, numbers, side="right") - 1
+        blocks = self.cache.take(np.unique(of_rows).tolist())
+        places = {number: np.flatnonzero(of_rows == number) for number in blocks}
+        columns = []
+        for name in self.columns:
+            first = next(iter(blocks.values()))[name]
+            values = np.empty((len(numbers), *first.shape[1:]), first.dtype)
+            for number, block in blocks.items():
+                if block[name].shape[1:] != first.shape[1:]:
+                    raise DataError(
+                        f"{self.blocks[number].name}: column {name} has rows of shape {block[name].shape[1:]}, expected"
+                        f" {first.shape[1:]} as in other blocks"
+                    )
+                values[places[number]] = block[name][numbers[places[number]] - self.starts[number]]
+            columns.append(_converted(values))
+        return columns
+
+    def start(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Starts to read the blocks of rows; returns the rows' numbers."""
+        self.cache.start(np.unique(np.searchsorted(self.starts, numbers, side="right") - 1).tolist())
+        return numbers
+
+
+class RecordRows(Rows):
+    """Rows of files as `fit` reads them.
+
+    Args:
+        class_weight: Weight by class, for one output.
+    """
+
+    kind = "records"
+
+    def __init__(
+        self, records: Records, shuffle: bool | str = False, class_weight: Mapping[int, float] | None = None
+    ) -> None:
+        self.records, self.shuffle, self.class_weight = records, shuffle, class_weight
+        self._num_samples = len(records)
+        self._specs = [(values.dtype, values.shape[1:]) for values in records.columns_of(np.zeros(1, np.int64))]
+
+    @property
+    def plan(self) -> dict[str, str]:
+        records = self.records
+        num_files = len({block.path for block in records.blocks})
+        lanes = f", {min(records.lanes, len(records.blocks))} of them at once" if self.shuffle is True else ""
+        files = f"{num_files:,} of {records.files.kind}, {len(records.blocks):,} blocks{lanes}"
+        return {"files": files, "made by": "each rank, its rows alone"}
+
+    def checksum(self) -> int:
+        """Checksum of the files' names and blocks, and of the first and the last row."""
+        blocks = [(block.path.name, block.number, block.num_rows) for block in self.records.blocks]
+        rows = self.records.columns_of(np.array([0, len(self.records) - 1]))
+        content = [str(values.tolist()) for values in rows]
+        return zlib.crc32(f"{len(self)} {self.records.columns} {blocks} {content}".encode())
+
+    def rows(self, begin: int, end: int) -> Any:
+        import tensorflow as tf
+
+        numbers = tf.data.Dataset.from_tensors((tf.constant(0, tf.int64), np.arange(begin, end)))
+        return next(iter(self.batches(numbers, end - begin, None)))
+
+    def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+        num_steps = len(self) // global_batch_size
+        order = self.order_of_pass(global_batch_size, seed, epoch)
+        return order[: num_steps * global_batch_size].reshape(num_steps, global_batch_size)
+
+    def order_of_pass(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+        if self.shuffle is not True:
+            return np.arange(len(self))
+        ends = np.minimum(self.records.starts, len(self))
+        block_rows = [rows for rows in np.diff(ends).tolist() if rows]
+        num_lanes = next(number for number in LANES if number <= min(self.records.lanes, global_batch_size))
+        return sharding.lane_order(block_rows, num_lanes, global_batch_size, seed, epoch)
+
+    def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
+        import keras
+        import tensorflow as tf
+
+        records, specs = self.records, self._specs
+        dtypes = [tf.string if dtype.kind in "OSU" else tf.as_dtype(dtype) for dtype, _ in specs]
+
+        def started(epoch: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
+            return tf.ensure_shape(tf.numpy_function(records.start, [numbers], tf.int64), numbers.shape)
+
+        def read(numbers: tf.Tensor) -> Any:
+            found = tf.nest.flatten(tf.numpy_function(records.columns_of, [numbers], dtypes))
+            shaped = [
+                tf.ensure_shape(one, [*numbers.shape, *shape]) for one, (_, shape) in zip(found, specs, strict=True)
+            ]
+            columns = dict(zip(records.columns, shaped, strict=True))
+            return keras.tree.lists_to_tuples(tuple(_joined(part, columns) for part in records.nest))
+
+        batches = order.map(started).prefetch(AHEAD).map(read)
+        if records.transform:
+            batches = batches.map(records.transform)
+            state = pipeline_graph.state_of(batches._map_func.function)
+            if state:
+                raise DataError(
+                    f"ringtrain.Records: transform has {state}, which would depend on the number of ranks: use"
+                    f" operations without a state, such as tf.random.stateless_uniform with a seed from the row"
+                )
+        if self.class_weight:
+            from keras.src.trainers.data_adapters.data_adapter_utils import make_class_weight_map_fn
+
+            batches = batches.map(make_class_weight_map_fn(self.class_weight))
+        return batches
+
+
+def _names_in(nest: Any) -> list[str]:
+    """Names of the columns in a nest; raises DataError for anything else in it."""
+    import keras
+
+    names = keras.tree.flatten(nest)
+    wrong = [name for name in names if not isinstance(name, str)]
+    if wrong or not names:
+        raise DataError(f"ringtrain.Records: got {wrong or nest} for inputs or target, expected names of columns")
+    return names
+
+
+def _joined(part: Any, columns: Mapping[str, Any]) -> Any:
+    """Values of a column; of a list of columns, one array with all of them; of a dict, each by its name."""
+    import tensorflow as tf
+
+    if isinstance(part, str):
+        return columns[part]
+    if isinstance(part, Mapping):
+        return {name: _joined(one, columns) for name, one in part.items()}
+    parts = [columns[name] for name in part]
+    return tf.concat([one if one.shape.rank > 1 else one[:, None] for one in parts], -1)
+
+
+def _converted(values: NDArray[Any]) -> NDArray[Any]:
+    """Values in the dtype of a model's inputs, if they are floating-point numbers."""
+    import keras
+
+    return values.astype(keras.config.floatx()) if values.dtype.kind == "f" else values
