@@ -14,7 +14,10 @@ LARGE = 64 << 20
 
 def is_large(array: Any) -> bool:
     """Whether the rows of an array are read where it is."""
-    return type(array) in (np.ndarray, np.memmap) and array.dtype.kind in "biufc" and array.nbytes >= LARGE
+    if type(array) not in (np.ndarray, np.memmap) or array.nbytes < LARGE:
+        return False
+    # TensorFlow takes numbers of the processor's byte order alone.
+    return array.dtype.kind in "biufc" and array.dtype.isnative
 
 
 def rows(
@@ -31,7 +34,7 @@ def rows(
         return []
 
     def taken(numbers: NDArray[np.int64]) -> list[NDArray[Any]]:
-        return [converted(array.take(numbers, axis=0)) for array in arrays]
+        return [converted(array[numbers]) for array in arrays]  # take() copies arrays in Fortran's order first
 
     nothing = [converted(array[:0]) for array in arrays]
     found = tf.nest.flatten(tf.numpy_function(taken, [numbers], [array.dtype for array in nothing]))

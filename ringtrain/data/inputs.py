@@ -209,16 +209,17 @@ def divide(stream: Stream) -> None:
 
     if not hvd.is_initialized() or hvd.size() == 1 or hvd.elastic.is_on():
         return
-    division, why = _division_of(stream)
-    found: Any = why
-    if division:
-        try:
+    division: Division | RowsOfPyDataset | None = None
+    checksum = 0
+    try:
+        division, why = _division_of(stream)
+        if division:
             is_right, checksum = division.tried(Parts.of_rank(hvd.rank(), hvd.size()))
-            why, found = "" if is_right else division.unequal, checksum
-        except Exception as error:
-            why = found = f"its first batches could not be made in parts ({type(error).__name__})"
+            why = "" if is_right else division.unequal
+    except Exception as error:
+        why = f"its first batches could not be made in parts ({type(error).__name__})"
     # All ranks, or none: each must see the same numbers in the first batches.
-    of_ranks = hvd.allgather_object((why, found), name="ringtrain_division")
+    of_ranks = hvd.allgather_object((why, checksum), name="ringtrain_division")
     whys = [of_rank for of_rank, _ in of_ranks if of_rank]
     if division and not whys and len(set(of_ranks)) == 1:
         stream.division = division
@@ -231,7 +232,7 @@ def _division_of(stream: Stream) -> tuple[Division | RowsOfPyDataset | None, str
         return division_of(stream.dataset)
     if not isinstance(stream, PyDatasetStream):
         return None, f"a {stream.kind} makes whole batches"
-    if not hasattr(stream.source, "rows"):
+    if not callable(getattr(stream.source, "rows", None)):
         return None, "its PyDataset has no method rows(index, begin, end)"
     return RowsOfPyDataset(stream), ""
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain.data.parts import Header, Parts
-from ringtrain.data.streams import Stream, fingerprint, num_rows, same
+from ringtrain.data.streams import MODULUS, Stream, fingerprint, num_rows, same
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ class PyDatasetStream(Stream):
         draw = np.random.default_rng([self.seed, epoch])
         order = draw.permutation(self.num_batches) if self.shuffle else np.arange(self.num_batches)
         self._epoch, self.numbers = epoch, order[first_step:].tolist()
+        if isinstance(self.division, RowsOfPyDataset):
+            self.division.begin_epoch(int(draw.integers(self.num_batches)), self.parts)
         return iter(rows)
 
     def whole(self, number: int) -> Any:
@@ -98,14 +100,15 @@ class PyDatasetStream(Stream):
 class RowsOfPyDataset:
     """Rows of a rank alone of each batch, from the method `rows(index, begin, end)` of a PyDataset.
 
-    All batches but the last have as many rows as the first.
+    All batches but the last have as many rows as the first. In each epoch, every rank makes one of them whole, which
+    shows whether the ranks have the same batches.
     """
 
     remark = ""
     unequal = "rows(index, begin, end) gives other rows than the batch has"
 
     def __init__(self, stream: PyDatasetStream) -> None:
-        self.stream = stream
+        self.stream, self._fingerprint = stream, 0
         self._last = num_rows(next(stream.each([stream.num_batches - 1], stream.whole)))
 
     def of_rank(self, parts: Parts) -> tf.data.Dataset:
@@ -124,22 +127,36 @@ class RowsOfPyDataset:
 
     def tried(self, parts: Parts) -> tuple[bool, int]:
         """Whether rows(...) gives those of the first and the last batch, and a checksum of these batches."""
+        found = [self._compared(number, parts) for number in (0, self.stream.num_batches - 1)]
+        return all(is_equal for is_equal, _ in found), sum(of_batch for _, of_batch in found)
+
+    def begin_epoch(self, number: int, parts: Parts) -> None:
+        """Compares a batch of an epoch with this rank's rows of it.
+
+        Raises:
+            DataError: `rows` gives other rows.
+        """
+        is_equal, self._fingerprint = self._compared(number, parts)
+        if not is_equal:
+            raise DataError(f"ringtrain.fit: PyDataset: {self.unequal}, in batch {number}")
+
+    def _compared(self, number: int, parts: Parts) -> tuple[bool, int]:
+        """Whether this rank's rows of a batch are those that it has, and the batch's fingerprint."""
         import tensorflow as tf
 
-        is_equal, checksum = True, 0
-        for number in {0, self.stream.num_batches - 1}:
-            whole = next(self.stream.each([number], self.stream.whole))
-            whole = tf.nest.map_structure(tf.convert_to_tensor, whole)
-            _, rows = next(self.stream.each([number], lambda number: self._made(number, parts)))
-            is_equal &= same(rows, parts.cut(whole)[1])
-            checksum = (checksum * 31 + int(fingerprint(whole))) % 2**31
-        return is_equal, checksum
+        whole = next(self.stream.each([number], self.stream.whole))
+        whole = tf.nest.map_structure(tf.convert_to_tensor, whole)
+        _, rows = next(self.stream.each([number], lambda number: self._made(number, parts)))
+        is_as_long = num_rows(whole) == self._num_rows(number)
+        return is_as_long and same(rows, parts.cut(whole)[1]), int(fingerprint(whole))
+
+    def _num_rows(self, number: int) -> int:
+        return self._last if number == self.stream.num_batches - 1 else self.stream.batch_size
 
     def _made(self, number: int, parts: Parts) -> tuple[Header, Any]:
         import keras
 
-        stream = self.stream
-        size = self._last if number == stream.num_batches - 1 else stream.batch_size
+        stream, size = self.stream, self._num_rows(number)
         # A part without rows gets the first one.
         bounds = [(begin, end) if begin < end else (0, 1) for begin, end in parts.bounds(size)]
         made = [stream.standardized(stream.source.rows(number, begin, end)) for begin, end in bounds]
@@ -150,7 +167,8 @@ class RowsOfPyDataset:
                     f" expected {end - begin}"
                 )
         joined = keras.tree.map_structure(lambda *leaves: np.concatenate(leaves), *made) if len(made) > 1 else made[0]
-        return Header(parts.shares(size), [end - begin for begin, end in bounds], float(number)), joined
+        of_batch = float((self._fingerprint + number) % MODULUS)
+        return Header(parts.shares(size), [end - begin for begin, end in bounds], of_batch), joined
 
 
 @contextlib.contextmanager

@@ -200,8 +200,7 @@ class RecordFiles:
             with tf.device("CPU"):
                 values = tf.io.parse_example(_texts(block), self.features)
         except tf.errors.OpError as error:
-            text = re.sub(r"\{\{.*?\}\} | \[Op:.*", "", error.message)
-            raise DataError(f"{block.name} cannot be read: {_in_one_line(text)}") from error
+            raise DataError(f"{block.name} cannot be read: {_in_one_line(error)}") from error
         return {name: value.numpy() for name, value in values.items()}
 
 
@@ -292,4 +291,6 @@ def _begins_with(path: Path, magic: bytes) -> bool:
 
 
 def _in_one_line(error: Any) -> str:
-    return " ".join(str(error).split())[:300]
+    """Text of an error, without the names of TensorFlow's operations."""
+    text = re.sub(r"\{\{.*?\}\} | \[Op:.*", "", " ".join(str(error).split()))
+    return text[:300]

@@ -215,6 +215,7 @@ def _names_in(nest: Any) -> list[str]:
 
 def _joined(part: Any, columns: Mapping[str, Any]) -> Any:
     """Values of a column; of a list of columns, one array with all of them; of a dict, each by its name."""
+    import keras
     import tensorflow as tf
 
     if isinstance(part, str):
@@ -222,6 +223,9 @@ def _joined(part: Any, columns: Mapping[str, Any]) -> Any:
     if isinstance(part, Mapping):
         return {name: _joined(one, columns) for name, one in part.items()}
     parts = [columns[name] for name in part]
+    if len({one.dtype for one in parts}) > 1:
+        dtype = keras.config.floatx() if any(one.dtype.is_floating for one in parts) else "int64"
+        parts = [tf.cast(one, dtype) for one in parts]
     return tf.concat([one if one.shape.rank > 1 else one[:, None] for one in parts], -1)
 
 

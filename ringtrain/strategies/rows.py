@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -112,6 +113,12 @@ def errors_named(name: str) -> Iterator[None]:
     """Context in which errors of data name the function that they come from, instead of `ringtrain.fit`."""
     try:
         yield
+    except tf.errors.OpError as error:
+        # TensorFlow wraps one that a pipeline has raised, with all its frames.
+        found = re.search(r"^ringtrain\.errors\.DataError: (.+)$", str(error), re.MULTILINE)
+        if found:
+            raise DataError(found[1]) from None
+        raise
     except DataError as error:
         error.args = (str(error).replace("ringtrain.fit:", f"{name}:", 1), *error.args[1:])
         raise

@@ -190,16 +190,20 @@ class Fewer(Batches):
 def test_rows_of_a_py_dataset_are_made_by_the_rank_that_trains_them(num_parts):
     whole = list(PyDatasetStream(Batches(), None, False, 0).dataset)
     joined = [[] for _ in whole]
+    fingerprints = [set() for _ in whole]
     for part in range(num_parts):
         batches = Batches()
         rows = RowsOfPyDataset(PyDatasetStream(batches, None, False, 0))
         assert rows.tried(Parts.of_rank(part, num_parts))[0]
+        rows.begin_epoch(1, Parts.of_rank(part, num_parts))
         batches.made.clear()
         for number, (header, (x, y)) in enumerate(rows.of_rank(Parts.of_rank(part, num_parts))):
             if header.shares[0] > 0:
                 joined[number] += zip(x["x"].numpy().tolist(), y.numpy().tolist(), strict=True)
-            assert len(y) == header.rows[0] and header.fingerprint == number
+            assert len(y) == header.rows[0]
+            fingerprints[number].add(int(header.fingerprint))
         assert len(batches.made) == len({*batches.made}) <= -(-ROWS // num_parts) + 3
+    assert [len(found) for found in fingerprints] == [1, 1, 1]
     for rows, (x, y) in zip(joined, whole, strict=True):
         assert rows == list(zip(x["x"].numpy().tolist(), y.numpy().tolist(), strict=True))
 
@@ -207,6 +211,23 @@ def test_rows_of_a_py_dataset_are_made_by_the_rank_that_trains_them(num_parts):
 def test_other_rows_of_a_py_dataset_are_found():
     rows = RowsOfPyDataset(PyDatasetStream(Batches(more=1.0), None, False, 0))
     assert not rows.tried(Parts.of_rank(0, 2))[0]
+    with pytest.raises(DataError, match="gives other rows than the batch has, in batch 1"):
+        rows.begin_epoch(1, Parts.of_rank(0, 2))
     fewer = RowsOfPyDataset(PyDatasetStream(Fewer(), None, False, 0))
     with pytest.raises(DataError, match=r"rows\(0, 0, 10\) of the PyDataset returned 9 rows, expected 10"):
         fewer.tried(Parts.of_rank(0, 2))
+
+
+def test_ranks_with_other_batches_of_a_py_dataset_have_other_fingerprints():
+    found = set()
+    for more in (0.0, 0.5):
+        batches = Batches()
+        batches.rows = lambda index, begin, end, more=more: (
+            X[20 * index + begin : 20 * index + end] + more,
+            Y[begin:end],
+        )
+        batches.__class__ = type("Other", (Batches,), {"__getitem__": lambda self, index: self.rows(index, 0, 20)})
+        rows = RowsOfPyDataset(PyDatasetStream(batches, None, False, 0))
+        rows.begin_epoch(0, Parts.of_rank(0, 2))
+        found |= {float(header.fingerprint) for header, _ in rows.of_rank(Parts.of_rank(0, 2)).take(1)}
+    assert len(found) == 2

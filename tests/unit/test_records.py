@@ -1,0 +1,239 @@
+"""Rows of files: their order, what ranks read of them, and what is said of files that cannot be read."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ringtrain.data import record_files, sharding
+from ringtrain.data.block_cache import BlockCache
+from ringtrain.data.parts import Parts
+from ringtrain.data.records import LANES, RecordRows, Records
+from ringtrain.errors import DataError
+
+BLOCKS = [50, 7, 120, 64, 1, 33, 80, 95]
+
+
+def example(**features: Any) -> bytes:
+    kinds = {int: "int64_list", float: "float_list", bytes: "bytes_list"}
+    made = {name: tf.train.Feature(**{kinds[type(values[0])]: {"value": values}}) for name, values in features.items()}
+    return tf.train.Example(features=tf.train.Features(feature=made)).SerializeToString()
+
+
+def written(path: Path, numbers: Any) -> Path:
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for number in map(int, numbers):
+            writer.write(example(id=[number], x=[number / 2, 2.0 * number], text=[b"row %d" % number]))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """203 rows in three files, of which one has no records' name."""
+    monkeypatch.setattr(record_files, "RECORDS_OF_BLOCK", 20)
+    for file, numbers in enumerate(np.split(np.arange(203), [50, 120])):
+        written(tmp_path / f"part-{file}.tfrecord", numbers)
+    (tmp_path / "_SUCCESS").touch()
+    return tmp_path
+
+
+def records(files: Any, **more: Any) -> Records:
+    return Records(files, inputs={"x": "x", "text": "text"}, target="id", **more)
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2, 3, 12])
+def test_the_order_has_every_row_once_and_another_one_in_each_epoch(num_lanes: int) -> None:
+    orders = [sharding.lane_order(BLOCKS, num_lanes, 32, 5, epoch) for epoch in range(2)]
+    for order in orders:
+        assert sorted(order) == list(range(sum(BLOCKS)))
+    assert (orders[0] != orders[1]).mean() > 0.9
+    assert np.array_equal(orders[0], sharding.lane_order(BLOCKS, num_lanes, 32, 5, 0))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_rank_reads_the_blocks_of_its_lanes(size: int) -> None:
+    """12 lanes of one block each: only those that two ranks have rows of are read by both."""
+    rows_of_block, num_lanes, batch = 64, 12, 48
+    order = sharding.lane_order([rows_of_block] * num_lanes, num_lanes, batch, 0, 0)
+    batches = order.reshape(-1, batch)
+    places = [Parts.of_rank(rank, size).places(batch) for rank in range(size)]
+    read = [{*(batches[:, own] // rows_of_block).reshape(-1).tolist()} for own in places]
+    assert {*range(num_lanes)} == set().union(*read)
+    assert max(map(len, read)) <= num_lanes / size + 1
+    assert all(len({*(batch // rows_of_block).tolist()}) == num_lanes for batch in batches)
+    # A shuffle of all rows would have each rank read all blocks.
+    whole = np.random.default_rng(0).permutation(num_lanes * rows_of_block).reshape(-1, batch)
+    assert size == 1 or len({*(whole[:, places[0]] // rows_of_block).reshape(-1).tolist()}) > num_lanes / size + 1
+
+
+def test_rows_are_those_of_the_files(folder: Path) -> None:
+    rows = records(str(folder / "*.tfrecord"), transform=lambda x, y: ({**x, "more": x["x"] + 1}, y))
+    assert len(rows) == 203
+    found: list[int] = []
+    for x, y in rows.dataset(32, seed=1):
+        ids = y.numpy()
+        np.testing.assert_array_equal(x["x"], np.stack([ids / 2, 2.0 * ids], 1).astype(np.float32))
+        np.testing.assert_array_equal(x["more"], x["x"] + 1)
+        assert [text.decode() for text in x["text"].numpy()] == [f"row {number}" for number in ids]
+        found += ids.tolist()
+    assert sorted(found) == list(range(203)) and found != sorted(found)
+    in_order = np.concatenate([y.numpy() for _, y in rows.dataset(32)])
+    assert in_order.tolist() == list(range(203))
+
+
+def test_the_order_is_that_of_any_number_of_ranks_and_goes_on_within_an_epoch(folder: Path) -> None:
+    from ringtrain.data.arrays import RowBatches
+
+    def ids(rank: int, size: int, first_step: int = 0) -> tuple[list[list[int]], int]:
+        rows = records(folder)
+        rows.lanes = 4
+        batches = RowBatches(RecordRows(rows, shuffle=True), 32, Parts.of_rank(rank, size), 3)
+        read_before = rows.cache.num_read
+        found = [batch if batches.is_even else batch[1] for batch in batches(1, first_step)]
+        return [y.numpy().tolist() for _, y in found], rows.cache.num_read - read_before
+
+    whole, num_read = ids(0, 1)
+    for size in (2, 3):
+        parts = [ids(rank, size) for rank in range(size)]
+        joined = [[*itertools.chain(*step)] for step in zip(*(found for found, _ in parts), strict=True)]
+        assert joined == whole
+        assert max(number for _, number in parts) < num_read
+    late, num_late = ids(0, 1, first_step=5)
+    assert late == whole[5:] and num_late < num_read
+
+
+def test_blocks_are_dropped_at_the_limit_but_not_before_they_are_used() -> None:
+    read: list[int] = []
+
+    def block(number: int) -> record_files.Columns:
+        read.append(number)
+        return {"x": np.full(100, number, np.int64)}
+
+    cache = BlockCache(block, max_bytes=3 * 800)
+    for number in range(20):
+        cache.start([number + 1, number + 2])
+        assert cache.take([number])[number]["x"][0] == number
+    assert {*read} == {*range(21)} and len(read) == 21
+    assert {*cache._used} <= {17, 18, 19}
+    cache.take([0])
+    assert read[-1] == 0  # was dropped
+    together = cache.take(range(30, 40))  # more than the limit
+    assert [int(together[number]["x"][0]) for number in range(30, 40)] == list(range(30, 40))
+
+
+def test_many_threads_read_a_block_once() -> None:
+    cache = BlockCache(lambda number: {"x": np.zeros(1)}, max_bytes=1 << 20)
+    threads = [threading.Thread(target=cache.take, args=([1, 2],)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert cache.num_read == 2
+
+
+def test_lanes_follow_from_memory(folder: Path) -> None:
+    many, few = records(folder), records(folder, memory_mb=1)
+    largest = max(block.num_bytes for block in few.blocks)
+    assert many.lanes == LANES[0]
+    few.blocks = [block._replace(num_bytes=400_000) for block in few.blocks]
+    assert few.lanes * 2 * largest <= 1 << 20
+    assert RecordRows(few, shuffle=True).plan["files"].startswith("3 of TFRecord, 12 blocks")
+
+
+def test_what_cannot_be_read_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
+    first = folder / "part-0.tfrecord"
+    content = bytearray(first.read_bytes())
+
+    def changed(name: str, place: int, value: int = 1) -> str:
+        copy = bytearray(content)
+        copy[place] ^= value
+        path = tmp_path / name
+        path.write_bytes(copy)
+        return str(path)
+
+    short = tmp_path / "short.tfrecord"
+    short.write_bytes(content[:700])
+    (tmp_path / "other").write_text("no records are in this file, but a text\n")
+    (tmp_path / "empty").mkdir()
+    wrong: dict[str, dict[str, Any]] = {
+        "no file .*/nothing-": {"files": tmp_path / "nothing-*"},
+        "no file .*/empty": {"files": tmp_path / "empty"},
+        "got s3://bucket/rows, expected a local": {"files": "s3://bucket/rows"},
+        "part-0.tfrecord: has no feature z: it has id, text, x": {"files": first, "inputs": "z"},
+        "first: records from 0 on cannot be read as tf.train.Example: corrupted record": {
+            "files": changed("first", 40)
+        },
+        "changed: records from 0 on cannot be read: corrupted record": {"files": changed("changed", 930)},
+        "short.tfrecord: record .: the file ends within it": {"files": short},
+        "other: record 0: corrupt length": {"files": tmp_path / "other"},
+        "transform has random_uniform, which would depend": {
+            "files": first,
+            "transform": lambda x: x + tf.random.uniform([]),
+        },
+        r"got \[3\] for inputs or target": {"files": first, "inputs": ["x", 3]},
+    }
+    for message, arguments in wrong.items():
+        with pytest.raises((DataError, tf.errors.OpError), match=message) as error:
+            for _ in Records(**{"inputs": "x", **arguments}).dataset(8):
+                pass
+        assert isinstance(error.value, tf.errors.OpError) or "\n" not in str(error.value)
+    with pytest.raises(DataError, match="expected Parquet or TFRecord"):
+        (tmp_path / "rows").write_bytes(b"PAR1")
+        Records([first, tmp_path / "rows"], inputs="x")
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    draw = np.random.default_rng(0)
+
+    def table(rows: int, **more: Any) -> Any:
+        columns = {
+            "a": draw.random(rows),
+            "b": draw.integers(0, 9, rows).astype(np.int32),
+            "text": [f"t{number}" for number in range(rows)],
+            "kind": pa.array(["x", "y"] * (rows // 2) + ["x"] * (rows % 2)).dictionary_encode(),
+            "vector": list(draw.random((rows, 3))),
+        }
+        return pa.table({**columns, **more})
+
+    tables = [table(70), table(0), table(45)]
+    for number, one in enumerate(tables):
+        pq.write_table(one, tmp_path / f"rows-{number}.parquet", row_group_size=20, write_page_checksum=True)
+    inputs = {"numbers": ["a", "b"], "vector": "vector", "text": "text", "kind": "kind"}
+    rows = Records(tmp_path, inputs=inputs, target="b", weight="a")
+    x, y, weight = rows.dataset(200).get_single_element()
+    expected = pa.concat_tables([tables[0], tables[2]]).to_pandas()
+    np.testing.assert_array_equal(x["numbers"], expected[["a", "b"]].to_numpy(np.float32))
+    np.testing.assert_array_equal(x["vector"], np.stack(expected["vector"]).astype(np.float32))
+    assert x["text"].numpy().astype(str).tolist() == expected["text"].tolist()
+    assert x["kind"].numpy().astype(str).tolist() == expected["kind"].tolist()
+    np.testing.assert_array_equal(y, expected["b"])
+    np.testing.assert_array_equal(weight, expected["a"].to_numpy(np.float32))
+    assert {block.num_rows for block in rows.blocks} == {20, 10, 5}
+
+    def message(name: str, **columns: Any) -> str:
+        pq.write_table(pa.table(columns), tmp_path / name)
+        with pytest.raises((DataError, tf.errors.OpError)) as error:
+            list(Records([tmp_path / "rows-0.parquet", tmp_path / name], inputs="a").dataset(500))
+        return str(error.value)
+
+    assert "other.parquet: has no column a: it has c" in message("other.parquet", c=[1.0])
+    assert "texts.parquet: column a is string, expected double as in" in message("texts.parquet", a=["1"])
+    assert "nulls.parquet: row group 0: column a: 1 of 2 values are null" in message("nulls.parquet", a=[1.0, None])
+    content = bytearray((tmp_path / "rows-0.parquet").read_bytes())
+    content[60:80] = bytes(20)
+    (tmp_path / "damaged.parquet").write_bytes(content)
+    with pytest.raises((DataError, tf.errors.OpError), match=r"damaged.parquet: row group 0 cannot be read"):
+        list(Records(tmp_path / "damaged.parquet", inputs="a").dataset(500))
+    (tmp_path / "cut.parquet").write_bytes(content[:500])
+    with pytest.raises(DataError, match=r"cut.parquet: cannot be read as Parquet"):
+        Records(tmp_path / "cut.parquet", inputs="a")
+    pq.write_table(pa.table({"a": [[1.0], [1.0, 2.0]]}), tmp_path / "lists.parquet")
+    with pytest.raises((DataError, tf.errors.OpError), match="column a: lists of several lengths"):
+        list(Records(tmp_path / "lists.parquet", inputs="a").dataset(500))
