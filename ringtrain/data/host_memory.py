@@ -120,7 +120,11 @@ def _shared(blocks: Sequence[_Block]) -> list[bool]:
     shared_bytes = [0] * len(blocks)
     first = end = 0
     is_ours = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
+    try:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+    except OSError:  # unknown
+        lines = []
+    for line in lines:
         words = line.split()
         if not words[0].endswith(":"):  # a mapping: addresses, access, offset, device, inode, path
             first, end = (int(text, 16) for text in words[0].split("-"))

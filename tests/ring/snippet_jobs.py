@@ -24,6 +24,15 @@ def snippets() -> None:
     if hvd.rank() == 0:
         for part in range(4):
             np.savetxt(f"rows-{part}.csv", np.hstack([X, Y])[part * 25 :][:25], delimiter=",", fmt="%.9g")
+        for name in ("rows", "held-out"):
+            Path(name).mkdir()
+            with tf.io.TFRecordWriter(f"{name}/people") as writer:
+                for age in range(300):
+                    of_person = {"age": age, "income": 10.0 * age, "label": age / 3}
+                    features = {
+                        key: tf.train.Feature(float_list={"value": [value]}) for key, value in of_person.items()
+                    }
+                    writer.write(tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString())
     hvd.allgather_object(0, name="rows_written")
 
     def read(path: Any) -> tf.data.Dataset:
@@ -96,6 +105,11 @@ def snippets() -> None:
         queue,
     )
     assert Path("runs/of-queue/summary.json").exists()
+
+    people = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    people.compile("adam", "mse")
+    exec(snippet("docs/fit.md", "rows = ringtrain.Records", ("rows/*.parquet", "rows/*")), given(model=people))
+    assert Path("runs/files/summary.json").exists()
 
     kept = given(model=dense(), shard_x=X[rows], shard_y=Y[rows])
     exec(snippet("docs/fit.md", "import ringtrain.hvd as hvd\n", ('"first"', '"of-kept"')), kept)

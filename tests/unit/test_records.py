@@ -170,7 +170,7 @@ def test_what_cannot_be_read_is_said_in_one_line(folder: Path, tmp_path: Path) -
             "files": changed("first", 40)
         },
         "changed: records from 0 on cannot be read: corrupted record": {"files": changed("changed", 930)},
-        "short.tfrecord: record .: the file ends within it": {"files": short},
+        "short.tfrecord: record 10: the file ends within it": {"files": short},
         "other: record 0: corrupt length": {"files": tmp_path / "other"},
         "transform has random_uniform, which would depend": {
             "files": first,
