@@ -6,10 +6,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
-from ringtrain.data.record_files import Columns
+from numpy.typing import NDArray
 
 NUM_THREADS = 2
+Values = list[NDArray[Any]]
+"""arrays with the rows of a block"""
 
 
 class BlockCache:
@@ -23,11 +26,11 @@ class BlockCache:
         num_read: Number of blocks that were read.
     """
 
-    def __init__(self, read: Callable[[int], Columns], max_bytes: int) -> None:
+    def __init__(self, read: Callable[[int], Values], max_bytes: int) -> None:
         self.read, self.max_bytes, self.num_read = read, max_bytes, 0
-        self._ahead: dict[int, Future[Columns]] = {}
+        self._ahead: dict[int, Future[Values]] = {}
         """blocks that were not used yet"""
-        self._used: OrderedDict[int, Future[Columns]] = OrderedDict()
+        self._used: OrderedDict[int, Future[Values]] = OrderedDict()
         """the last one was used last"""
         self._lock, self._threads = threading.Lock(), ThreadPoolExecutor(NUM_THREADS, "ringtrain-blocks")
 
@@ -39,7 +42,7 @@ class BlockCache:
                     self._ahead[number] = self._threads.submit(self.read, number)
                     self.num_read += 1
 
-    def take(self, numbers: Iterable[int]) -> dict[int, Columns]:
+    def take(self, numbers: Iterable[int]) -> dict[int, Values]:
         """Blocks with these numbers.
 
         Raises:
@@ -68,7 +71,7 @@ class BlockCache:
             too_many -= _num_bytes(self._used.pop(number))
 
 
-def _num_bytes(future: Future[Columns]) -> int:
+def _num_bytes(future: Future[Values]) -> int:
     if future.exception() is not None:
         return 0
-    return sum(values.nbytes for values in future.result().values())
+    return sum(values.nbytes for values in future.result())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ringtrain.data import pipeline_graph, sharding
 from ringtrain.data.arrays import Rows
 from ringtrain.data.block_cache import BlockCache
-from ringtrain.data.record_files import opened
+from ringtrain.data.record_files import Columns, opened
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -66,14 +66,15 @@ class Records:
     ) -> None:
         given = [inputs, *(() if target is None else (target,)), *(() if weight is None else (weight,))]
         self.nest, self.transform = tuple(given), transform
-        self.columns = sorted({*_names_in(self.nest)})
+        self.parts = [*_parts_of(self.nest)]
+        self.columns = sorted({name for part in self.parts for name in _names_in(part)})
         self.files = opened(files, self.columns, features)
         self.blocks = self.files.blocks
         self.starts = np.cumsum([0, *(block.num_rows for block in self.blocks)])
         max_bytes = memory_mb << 20
         most = max_bytes // (2 * max(1, *(block.num_bytes for block in self.blocks)))
         self.lanes = next((number for number in LANES if number <= most), 1)
-        self.cache = BlockCache(lambda number: self.files.read(self.blocks[number]), max_bytes)
+        self.cache = BlockCache(self._block, max_bytes)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -89,28 +90,38 @@ class Records:
 
         rows = RecordRows(self, shuffle=seed is not None)
         order = rows.order_of_pass(batch_size, seed or 0, epoch)
-        numbers = tf.data.Dataset.from_tensor_slices(order).batch(batch_size)
+        whole = len(order) // batch_size * batch_size
+        numbers = tf.data.Dataset.from_tensor_slices(order[:whole].reshape(-1, batch_size))
+        if whole < len(order):
+            numbers = numbers.concatenate(tf.data.Dataset.from_tensors(order[whole:]))
         batches = rows.batches(numbers.map(lambda batch: (tf.constant(0, tf.int64), batch)), batch_size, seed)
         return batches.prefetch(2)
 
-    def columns_of(self, numbers: NDArray[np.int64]) -> list[NDArray[Any]]:
-        """Values of each column in the rows with these numbers."""
+    def values_of(self, numbers: NDArray[np.int64]) -> list[NDArray[Any]]:
+        """Values of each part of the nest in the rows with these numbers."""
         of_rows = np.searchsorted(self.starts, numbers, side="right") - 1
         blocks = self.cache.take(np.unique(of_rows).tolist())
-        places = {number: np.flatnonzero(of_rows == number) for number in blocks}
-        columns = []
-        for name in self.columns:
-            first = next(iter(blocks.values()))[name]
-            values = np.empty((len(numbers), *first.shape[1:]), first.dtype)
-            for number, block in blocks.items():
-                if block[name].shape[1:] != first.shape[1:]:
+        first = next(iter(blocks.values()))
+        values = [np.empty((len(numbers), *part.shape[1:]), part.dtype) for part in first]
+        for number, block in blocks.items():
+            places = np.flatnonzero(of_rows == number)
+            rows = numbers[places] - self.starts[number]
+            for name, of_part, of_block in zip(self.parts, values, block, strict=True):
+                if of_block.shape[1:] != of_part.shape[1:]:
                     raise DataError(
-                        f"{self.blocks[number].name}: column {name} has rows of shape {block[name].shape[1:]}, expected"
-                        f" {first.shape[1:]} as in other blocks"
+                        f"{self.blocks[number].name}: {name} has rows of shape {of_block.shape[1:]}, expected"
+                        f" {of_part.shape[1:]} as in other blocks"
                     )
-                values[places[number]] = block[name][numbers[places[number]] - self.starts[number]]
-            columns.append(_converted(values))
-        return columns
+                if len(places) == places[-1] - places[0] + 1:  # a lane's neighbouring places: one copy
+                    np.take(of_block, rows, axis=0, out=of_part[places[0] : places[-1] + 1], mode="clip")
+                else:
+                    of_part[places] = of_block[rows]
+        return values
+
+    def _block(self, number: int) -> list[NDArray[Any]]:
+        """Values of each part of the nest in a block."""
+        columns = self.files.read(self.blocks[number])
+        return [_joined(part, columns) for part in self.parts]
 
     def start(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Starts to read the blocks of rows; returns the rows' numbers."""
@@ -132,7 +143,7 @@ class RecordRows(Rows):
     ) -> None:
         self.records, self.shuffle, self.class_weight = records, shuffle, class_weight
         self._num_samples = len(records)
-        self._specs = [(values.dtype, values.shape[1:]) for values in records.columns_of(np.zeros(1, np.int64))]
+        self._specs = [(values.dtype, values.shape[1:]) for values in records.values_of(np.zeros(1, np.int64))]
 
     @property
     def plan(self) -> dict[str, str]:
@@ -145,7 +156,7 @@ class RecordRows(Rows):
     def checksum(self) -> int:
         """Checksum of the files' names and blocks, and of the first and the last row."""
         blocks = [(block.path.name, block.number, block.num_rows) for block in self.records.blocks]
-        rows = self.records.columns_of(np.array([0, len(self.records) - 1]))
+        rows = self.records.values_of(np.array([0, len(self.records) - 1]))
         content = [str(values.tolist()) for values in rows]
         return zlib.crc32(f"{len(self)} {self.records.columns} {blocks} {content}".encode())
 
@@ -179,12 +190,10 @@ class RecordRows(Rows):
             return tf.ensure_shape(tf.numpy_function(records.start, [numbers], tf.int64), numbers.shape)
 
         def read(numbers: tf.Tensor) -> Any:
-            found = tf.nest.flatten(tf.numpy_function(records.columns_of, [numbers], dtypes))
-            shaped = [
-                tf.ensure_shape(one, [*numbers.shape, *shape]) for one, (_, shape) in zip(found, specs, strict=True)
-            ]
-            columns = dict(zip(records.columns, shaped, strict=True))
-            return keras.tree.lists_to_tuples(tuple(_joined(part, columns) for part in records.nest))
+            found = tf.nest.flatten(tf.numpy_function(records.values_of, [numbers], dtypes))
+            shapes = [[*numbers.shape, *shape] for _, shape in specs]
+            values = iter([tf.ensure_shape(one, shape) for one, shape in zip(found, shapes, strict=True)])
+            return keras.tree.lists_to_tuples(tuple(_filled(part, values) for part in records.nest))
 
         batches = order.map(started).prefetch(AHEAD).map(read)
         if records.transform:
@@ -202,35 +211,36 @@ class RecordRows(Rows):
         return batches
 
 
-def _names_in(nest: Any) -> list[str]:
-    """Names of the columns in a nest; raises DataError for anything else in it."""
+def _parts_of(nest: Any) -> Iterator[Any]:
+    """Names of columns, and lists of them, in a nest of dicts and tuples."""
+    inside = nest.values() if isinstance(nest, Mapping) else nest
+    if isinstance(nest, Mapping | tuple):
+        for part in inside:
+            yield from _parts_of(part)
+        return
+    names = _names_in(nest)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise DataError(f"ringtrain.Records: got {nest!r} in inputs or target, expected names of columns")
+    yield nest
+
+
+def _names_in(part: Any) -> list[Any]:
+    return part if isinstance(part, list) else [part]
+
+
+def _filled(nest: Any, values: Iterator[Any]) -> Any:
+    """The nest with the next value in place of each of its parts."""
+    if isinstance(nest, Mapping):
+        return {name: _filled(part, values) for name, part in nest.items()}
+    return tuple(_filled(part, values) for part in nest) if isinstance(nest, tuple) else next(values)
+
+
+def _joined(part: Any, columns: Columns) -> NDArray[Any]:
+    """Values of a column; of a list of columns, one array with all of them. In the dtype of a model's inputs."""
     import keras
 
-    names = keras.tree.flatten(nest)
-    wrong = [name for name in names if not isinstance(name, str)]
-    if wrong or not names:
-        raise DataError(f"ringtrain.Records: got {wrong or nest} for inputs or target, expected names of columns")
-    return names
-
-
-def _joined(part: Any, columns: Mapping[str, Any]) -> Any:
-    """Values of a column; of a list of columns, one array with all of them; of a dict, each by its name."""
-    import keras
-    import tensorflow as tf
-
-    if isinstance(part, str):
-        return columns[part]
-    if isinstance(part, Mapping):
-        return {name: _joined(one, columns) for name, one in part.items()}
-    parts = [columns[name] for name in part]
-    if len({one.dtype for one in parts}) > 1:
-        dtype = keras.config.floatx() if any(one.dtype.is_floating for one in parts) else "int64"
-        parts = [tf.cast(one, dtype) for one in parts]
-    return tf.concat([one if one.shape.rank > 1 else one[:, None] for one in parts], -1)
-
-
-def _converted(values: NDArray[Any]) -> NDArray[Any]:
-    """Values in the dtype of a model's inputs, if they are floating-point numbers."""
-    import keras
-
-    return values.astype(keras.config.floatx()) if values.dtype.kind == "f" else values
+    values = [columns[name] for name in _names_in(part)]
+    joined = values[0]
+    if isinstance(part, list):
+        joined = np.concatenate([one if one.ndim > 1 else one[:, None] for one in values], -1)
+    return joined.astype(keras.config.floatx()) if joined.dtype.kind == "f" else joined

@@ -111,24 +111,24 @@ def test_the_order_is_that_of_any_number_of_ranks_and_goes_on_within_an_epoch(fo
 def test_blocks_are_dropped_at_the_limit_but_not_before_they_are_used() -> None:
     read: list[int] = []
 
-    def block(number: int) -> record_files.Columns:
+    def block(number: int) -> list[Any]:
         read.append(number)
-        return {"x": np.full(100, number, np.int64)}
+        return [np.full(100, number, np.int64)]
 
     cache = BlockCache(block, max_bytes=3 * 800)
     for number in range(20):
         cache.start([number + 1, number + 2])
-        assert cache.take([number])[number]["x"][0] == number
+        assert cache.take([number])[number][0][0] == number
     assert {*read} == {*range(21)} and len(read) == 21
     assert {*cache._used} <= {17, 18, 19}
     cache.take([0])
     assert read[-1] == 0  # was dropped
     together = cache.take(range(30, 40))  # more than the limit
-    assert [int(together[number]["x"][0]) for number in range(30, 40)] == list(range(30, 40))
+    assert [int(together[number][0][0]) for number in range(30, 40)] == list(range(30, 40))
 
 
 def test_many_threads_read_a_block_once() -> None:
-    cache = BlockCache(lambda number: {"x": np.zeros(1)}, max_bytes=1 << 20)
+    cache = BlockCache(lambda number: [np.zeros(1)], max_bytes=1 << 20)
     threads = [threading.Thread(target=cache.take, args=([1, 2],)) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -176,7 +176,7 @@ def test_what_cannot_be_read_is_said_in_one_line(folder: Path, tmp_path: Path) -
             "files": first,
             "transform": lambda x: x + tf.random.uniform([]),
         },
-        r"got \[3\] for inputs or target": {"files": first, "inputs": ["x", 3]},
+        r"got \['x', 3\] in inputs or target": {"files": first, "inputs": ["x", 3]},
     }
     for message, arguments in wrong.items():
         with pytest.raises((DataError, tf.errors.OpError), match=message) as error:
