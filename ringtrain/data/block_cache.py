@@ -62,13 +62,23 @@ class BlockCache:
         return blocks
 
     def _drop(self, num_kept: int) -> None:
-        """Drops used blocks down to the limit, except the last ones."""
-        ready = [future for future in self._ahead.values() if future.done()]
-        too_many = sum(map(_num_bytes, [*ready, *self._used.values()])) - self.max_bytes
-        for number in list(self._used)[:-num_kept]:
-            if too_many <= 0:
-                return
-            too_many -= _num_bytes(self._used.pop(number))
+        """Drops blocks down to the limit, except those that were used last.
+
+        Of those that were read ahead, half of the limit stays: an iteration that has ended may have left some.
+        """
+        num_bytes = self._dropped(self._ahead, self.max_bytes // 2, 0)
+        self._dropped(self._used, self.max_bytes - num_bytes, num_kept)
+
+    def _dropped(self, blocks: dict[int, Future[Values]], max_bytes: int, num_kept: int) -> int:
+        """Drops the first blocks of a dict down to a limit, except its last ones; returns the bytes that are left."""
+        ready = {number: _num_bytes(future) for number, future in blocks.items() if future.done()}
+        num_bytes = sum(ready.values())
+        for number in list(ready)[: len(ready) - num_kept]:
+            if num_bytes <= max_bytes:
+                break
+            num_bytes -= ready[number]
+            del blocks[number]
+        return num_bytes
 
 
 def _num_bytes(future: Future[Values]) -> int:

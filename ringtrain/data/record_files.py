@@ -53,6 +53,15 @@ class Block(NamedTuple):
         return f"{self.path}: {part}"
 
 
+def state_of(path: Path) -> tuple[int, int]:
+    """Size and time of change of a file; raises DataError if it cannot be read."""
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    return state.st_size, state.st_mtime_ns
+
+
 def files_of(files: str | Path | Sequence[str | Path]) -> list[Path]:
     """Paths of the files that a path, folder, pattern, or a list of these stands for; folders and patterns are sorted.
 
@@ -65,7 +74,9 @@ def files_of(files: str | Path | Sequence[str | Path]) -> list[Path]:
         text = str(one)
         if "://" in text:
             raise DataError(f"ringtrain.Records: got {text}, expected a local or mounted path")
-        if Path(text).is_dir():
+        if Path(text).is_file():
+            found = [Path(text)]
+        elif Path(text).is_dir():
             inside = sorted(path for path in Path(text).rglob("*") if path.is_file())
             found = [path for path in inside if not _is_hidden(path.relative_to(text))]
         else:
@@ -201,6 +212,9 @@ class RecordFiles:
                 values = tf.io.parse_example(_texts(block), self.features)
         except tf.errors.OpError as error:
             raise DataError(f"{block.name} cannot be read: {_in_one_line(error)}") from error
+        for name, value in values.items():
+            if not isinstance(value, tf.Tensor):
+                raise DataError(f"{block.path}: feature {name} is {self.features[name]}, expected a FixedLenFeature")
         return {name: value.numpy() for name, value in values.items()}
 
 

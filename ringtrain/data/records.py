@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ringtrain.data import pipeline_graph, sharding
 from ringtrain.data.arrays import Rows
 from ringtrain.data.block_cache import BlockCache
-from ringtrain.data.record_files import Columns, opened
+from ringtrain.data.record_files import Columns, opened, state_of
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Records:
         self.columns = sorted({name for part in self.parts for name in _names_in(part)})
         self.files = opened(files, self.columns, features)
         self.blocks = self.files.blocks
+        self._states = {path: state_of(path) for path in {block.path for block in self.blocks}}
         self.starts = np.cumsum([0, *(block.num_rows for block in self.blocks)])
         max_bytes = memory_mb << 20
         most = max_bytes // (2 * max(1, *(block.num_bytes for block in self.blocks)))
@@ -120,7 +121,10 @@ class Records:
 
     def _block(self, number: int) -> list[NDArray[Any]]:
         """Values of each part of the nest in a block."""
-        columns = self.files.read(self.blocks[number])
+        block = self.blocks[number]
+        columns = self.files.read(block)
+        if state_of(block.path) != self._states[block.path]:
+            raise DataError(f"{block.path}: has changed since it was opened")
         return [_joined(part, columns) for part in self.parts]
 
     def start(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:

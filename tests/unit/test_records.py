@@ -115,7 +115,7 @@ def test_blocks_are_dropped_at_the_limit_but_not_before_they_are_used() -> None:
         read.append(number)
         return [np.full(100, number, np.int64)]
 
-    cache = BlockCache(block, max_bytes=3 * 800)
+    cache = BlockCache(block, max_bytes=5 * 800)
     for number in range(20):
         cache.start([number + 1, number + 2])
         assert cache.take([number])[number][0][0] == number
@@ -125,6 +125,18 @@ def test_blocks_are_dropped_at_the_limit_but_not_before_they_are_used() -> None:
     assert read[-1] == 0  # was dropped
     together = cache.take(range(30, 40))  # more than the limit
     assert [int(together[number][0][0]) for number in range(30, 40)] == list(range(30, 40))
+
+
+def test_blocks_that_an_iteration_has_left_take_half_of_the_memory_at_most() -> None:
+    cache = BlockCache(lambda number: [np.zeros(100, np.int64)], max_bytes=4 * 800)
+    cache.start(range(100, 130))  # of an iteration that ends before it uses them
+    cache.take(range(100, 130))
+    cache.start(range(200, 230))
+    for _ in range(5):
+        cache.take([1, 2])
+    num_read = cache.num_read
+    cache.take([1, 2])
+    assert cache.num_read == num_read and len(cache._ahead) <= 2
 
 
 def test_many_threads_read_a_block_once() -> None:
@@ -183,6 +195,12 @@ def test_what_cannot_be_read_is_said_in_one_line(folder: Path, tmp_path: Path) -
             for _ in Records(**{"inputs": "x", **arguments}).dataset(8):
                 pass
         assert isinstance(error.value, tf.errors.OpError) or "\n" not in str(error.value)
+    with pytest.raises((DataError, tf.errors.OpError), match=r"feature x is VarLenFeature.*expected a FixedLenFeature"):
+        list(Records(first, inputs="x", features={"x": tf.io.VarLenFeature(tf.float32)}).dataset(8))
+    rows = Records(first, inputs="x")
+    first.write_bytes(content + content)
+    with pytest.raises((DataError, tf.errors.OpError), match=r"part-0.tfrecord: has changed since it was opened"):
+        list(rows.dataset(8))
     with pytest.raises(DataError, match="expected Parquet or TFRecord"):
         (tmp_path / "rows").write_bytes(b"PAR1")
         Records([first, tmp_path / "rows"], inputs="x")
