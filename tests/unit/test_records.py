@@ -120,7 +120,7 @@ def test_blocks_are_dropped_at_the_limit_but_not_before_they_are_used() -> None:
         cache.start([number + 1, number + 2])
         assert cache.take([number])[number][0][0] == number
     assert {*read} == {*range(21)} and len(read) == 21
-    assert {*cache._used} <= {17, 18, 19}
+    assert len(cache._used) <= 5
     cache.take([0])
     assert read[-1] == 0  # was dropped
     together = cache.take(range(30, 40))  # more than the limit
