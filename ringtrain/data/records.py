@@ -209,7 +209,7 @@ class RecordRows(Rows):
                     f" operations without a state, such as tf.random.stateless_uniform with a seed from the row"
                 )
         if self.class_weight:
-            from keras.src.trainers.data_adapters.data_adapter_utils import make_class_weight_map_fn
+            from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
             batches = batches.map(make_class_weight_map_fn(self.class_weight))
         return batches

@@ -87,6 +87,14 @@ def test_rows_are_those_of_the_files(folder: Path) -> None:
     assert in_order.tolist() == list(range(203))
 
 
+def test_classes_have_weights(folder: Path) -> None:
+    rows = RecordRows(
+        Records(folder, inputs="x", target="id", transform=lambda x, y: (x, y % 2)), False, {0: 1.0, 1: 5.0}
+    )
+    _, _, weight = rows.rows(0, 4)
+    assert weight.numpy().tolist() == [1, 5, 1, 5]
+
+
 def test_the_order_is_that_of_any_number_of_ranks_and_goes_on_within_an_epoch(folder: Path) -> None:
     from ringtrain.data.arrays import RowBatches
 
