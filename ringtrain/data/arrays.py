@@ -206,7 +206,7 @@ class RowBatches:
         order = self.samples.order_of_pass(self.global_batch_size, self.seed, epoch)
         length = len(order) - self.rest
         whole, rest = order[:length].reshape(-1, self.global_batch_size), order[length:]
-        if getattr(self.samples, "shuffle", False) == "batch":
+        if self.samples.shuffle == "batch":
             draw = np.random.default_rng([self.seed, epoch])
             whole, rest = draw.permuted(whole, axis=1), draw.permutation(rest)
         whole = whole[first_step:end]

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from numpy.typing import NDArray
 
 NUM_THREADS = 2
+BYTES_OF_OBJECT = 33
+"""memory of an object of bytes besides its content"""
 Values = list[NDArray[Any]]
 """arrays with the rows of a block"""
+
+
+def num_bytes(values: Values) -> int:
+    """Memory of a block, with its texts."""
+    texts = [array for array in values if array.dtype.kind == "O"]
+    of_texts = sum(len(text) + BYTES_OF_OBJECT for array in texts for text in array.flat)
+    return sum(array.nbytes for array in values) + of_texts
 
 
 class BlockCache:
@@ -28,19 +39,23 @@ class BlockCache:
 
     def __init__(self, read: Callable[[int], Values], max_bytes: int) -> None:
         self.read, self.max_bytes, self.num_read = read, max_bytes, 0
-        self._ahead: dict[int, Future[Values]] = {}
+        self._ahead: OrderedDict[int, Future[Values]] = OrderedDict()
         """blocks that were not used yet"""
         self._used: OrderedDict[int, Future[Values]] = OrderedDict()
         """the last one was used last"""
-        self._lock, self._threads = threading.Lock(), ThreadPoolExecutor(NUM_THREADS, "ringtrain-blocks")
+        self._sizes: dict[int, int] = {}
+        """bytes of the blocks that are read"""
+        self._lock = threading.Lock()
+        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # They end with the cache, and do not keep the process from its end.
+        for _ in range(NUM_THREADS):
+            threading.Thread(target=_read_all, args=(self._waiting,), name="ringtrain-blocks", daemon=True).start()
+            weakref.finalize(self, self._waiting.put, None).atexit = False
 
     def start(self, numbers: Iterable[int]) -> None:
         """Starts to read blocks that are not there."""
         with self._lock:
-            for number in numbers:
-                if number not in self._used and number not in self._ahead:
-                    self._ahead[number] = self._threads.submit(self.read, number)
-                    self.num_read += 1
+            self._start(numbers)
 
     def take(self, numbers: Iterable[int]) -> dict[int, Values]:
         """Blocks with these numbers.
@@ -49,39 +64,65 @@ class BlockCache:
             DataError: One cannot be read.
         """
         wanted = list(numbers)
-        self.start(wanted)
         with self._lock:
+            self._start(wanted)
             for number in wanted:
                 if number in self._ahead:
                     self._used[number] = self._ahead.pop(number)
                 self._used.move_to_end(number)
             futures = {number: self._used[number] for number in wanted}
-        blocks = {number: future.result() for number, future in futures.items()}
+        try:
+            blocks = {number: future.result() for number, future in futures.items()}
+        except Exception:  # the next time, it may be there
+            with self._lock:
+                for number in wanted:
+                    self._used.pop(number, None)
+            raise
         with self._lock:
-            self._drop(len(wanted))
+            self._drop(wanted)
         return blocks
 
-    def _drop(self, num_kept: int) -> None:
-        """Drops blocks down to the limit, except those that were used last.
+    def _start(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if number not in self._used and number not in self._ahead:
+                future: Future[Values] = Future()
+                self._ahead[number] = future
+                self._waiting.put((future, self.read, number))
+                self.num_read += 1
+
+    def _drop(self, kept: Iterable[int]) -> None:
+        """Drops blocks down to the limit, except `kept`.
 
         Of those that were read ahead, half of the limit stays: an iteration that has ended may have left some.
         """
-        num_bytes = self._dropped(self._ahead, self.max_bytes // 2, 0)
-        self._dropped(self._used, self.max_bytes - num_bytes, num_kept)
+        for blocks in (self._ahead, self._used):
+            for number, future in blocks.items():
+                if number not in self._sizes and future.done() and not future.exception():
+                    self._sizes[number] = num_bytes(future.result())
+        self._sizes = {number: size for number, size in self._sizes.items() if number in self._used | self._ahead}
+        ahead = self._dropped(self._ahead, self.max_bytes // 2, ())
+        self._dropped(self._used, self.max_bytes - ahead, {*kept})
 
-    def _dropped(self, blocks: dict[int, Future[Values]], max_bytes: int, num_kept: int) -> int:
-        """Drops the first blocks of a dict down to a limit, except its last ones; returns the bytes that are left."""
-        ready = {number: _num_bytes(future) for number, future in blocks.items() if future.done()}
-        num_bytes = sum(ready.values())
-        for number in list(ready)[: len(ready) - num_kept]:
-            if num_bytes <= max_bytes:
+    def _dropped(self, blocks: OrderedDict[int, Future[Values]], max_bytes: int, kept: Iterable[int]) -> int:
+        """Drops the first blocks of a dict down to a limit; returns the bytes that are left."""
+        left = sum(self._sizes.get(number, 0) for number in blocks)
+        for number in [number for number in blocks if number in self._sizes and number not in kept]:
+            if left <= max_bytes:
                 break
-            num_bytes -= ready[number]
+            left -= self._sizes.pop(number)
             del blocks[number]
-        return num_bytes
+        return left
 
 
-def _num_bytes(future: Future[Values]) -> int:
-    if future.exception() is not None:
-        return 0
-    return sum(values.nbytes for values in future.result())
+def _read_all(waiting: queue.SimpleQueue[Any]) -> None:
+    """Reads the blocks that are put into a queue, up to None."""
+    while True:
+        work = waiting.get()
+        if work is None:
+            return
+        future, read, number = work
+        try:
+            future.set_result(read(number))
+        except BaseException as error:
+            future.set_exception(error)
+        del work, future, read  # a thread that waits must not keep the cache alive

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,12 +22,14 @@ from ringtrain.errors import DataError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-PARQUET = b"PAR1"
-"""first bytes of a Parquet file"""
+PARQUET, GZIP = b"PAR1", b"\x1f\x8b"
+"""first bytes of a Parquet file, and of a compressed one"""
 NUM_READERS = 16
 """threads that read the beginnings of files"""
 RECORDS_OF_BLOCK, BYTES_OF_BLOCK = 4096, 8 << 20
 """limits of a block of TFRecords"""
+MAX_METADATA = 64 << 20
+"""bytes of the files' metadata that stay in memory"""
 BUFFER = 1 << 20
 """bytes that TensorFlow reads at once"""
 Columns = dict[str, NDArray[Any]]
@@ -43,8 +45,6 @@ class Block(NamedTuple):
     start: int
     """of the first record, in bytes; -1: a row group"""
     num_rows: int
-    num_bytes: int
-    """in memory, about"""
 
     @property
     def name(self) -> str:
@@ -69,22 +69,25 @@ def files_of(files: str | Path | Sequence[str | Path]) -> list[Path]:
         DataError: None, or a URL.
     """
     given = [files] if isinstance(files, str | Path) else list(files)
+    if not given:
+        raise DataError("ringtrain.Records: got no files, expected a path, a folder, a pattern, or several in a list")
     paths: list[Path] = []
-    for one in given:
-        text = str(one)
+    for text in map(str, given):
         if "://" in text:
             raise DataError(f"ringtrain.Records: got {text}, expected a local or mounted path")
-        if Path(text).is_file():
-            found = [Path(text)]
-        elif Path(text).is_dir():
-            inside = sorted(path for path in Path(text).rglob("*") if path.is_file())
-            found = [path for path in inside if not _is_hidden(path.relative_to(text))]
-        else:
-            found = [Path(name) for name in sorted(glob.glob(text, recursive=True))]
+        names = [text] if Path(text).exists() else sorted(glob.glob(text, recursive=True))
+        found = [path for name in names for path in _files_in(Path(name))]
         if not found:
             raise DataError(f"ringtrain.Records: no file {text}")
         paths += found
     return paths
+
+
+def _files_in(path: Path) -> list[Path]:
+    """A file, or those in a folder and the folders in it."""
+    if not path.is_dir():
+        return [path]
+    return [file for file in sorted(path.rglob("*")) if file.is_file() and not _is_hidden(file.relative_to(path))]
 
 
 def _is_hidden(path: Path) -> bool:
@@ -99,15 +102,22 @@ class ParquetFiles:
 
     def __init__(self, paths: Sequence[Path], columns: Sequence[str]) -> None:
         self.columns = columns
+        self._metadata: dict[Path, Any] = {}
+        """of the first files, up to MAX_METADATA: to read it takes longer than to read a small block"""
         with ThreadPoolExecutor(NUM_READERS) as readers:
             of_files = list(readers.map(self._opened, paths))
+        num_bytes = 0
+        for path in paths:
+            num_bytes += self._metadata[path].serialized_size
+            if num_bytes > MAX_METADATA:
+                del self._metadata[path]
         self.blocks = [block for blocks, _ in of_files for block in blocks]
         # A file without rows may have any types.
         schemas = [(blocks[0].path, schema) for blocks, schema in of_files if blocks]
         for path, schema in schemas:
             first, expected = schemas[0]
             for name in columns:
-                if schema[name] != expected[name]:
+                if _decoded(schema[name]) != _decoded(expected[name]):
                     raise DataError(f"{path}: column {name} is {schema[name]}, expected {expected[name]} as in {first}")
 
     def _opened(self, path: Path) -> tuple[list[Block], dict[str, Any]]:
@@ -125,14 +135,9 @@ class ParquetFiles:
             if missing:
                 raise DataError(f"{path}: has no column {missing[0]}: it has {', '.join(names)}")
             schema = {name: file.schema_arrow.field(name).type for name in self.columns}
-            blocks = []
-            for number in range(file.metadata.num_row_groups):
-                group = file.metadata.row_group(number)
-                parts = [group.column(place) for place in range(group.num_columns)]
-                wanted = [part for part in parts if part.path_in_schema.split(".")[0] in self.columns]
-                num_bytes = sum(part.total_uncompressed_size for part in wanted)
-                if group.num_rows:
-                    blocks.append(Block(path, number, -1, group.num_rows, num_bytes))
+            sizes = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
+            blocks = [Block(path, number, -1, num_rows) for number, num_rows in enumerate(sizes) if num_rows]
+            self._metadata[path] = file.metadata
         return blocks, schema
 
     def read(self, block: Block) -> Columns:
@@ -145,13 +150,27 @@ class ParquetFiles:
         import pyarrow.parquet as pq
 
         try:
-            with pq.ParquetFile(block.path, page_checksum_verification=True) as file:
+            known = self._metadata.get(block.path)
+            with pq.ParquetFile(block.path, metadata=known, page_checksum_verification=True) as file:
                 table = file.read_row_group(block.number, columns=list(self.columns), use_threads=False)
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{block.name} cannot be read: {_in_one_line(error)}") from error
         return {
             name: _values(table.column(name).combine_chunks(), f"{block.name}: column {name}") for name in self.columns
         }
+
+
+def _decoded(kind: Any) -> Any:
+    """What types of columns have in common whose values are the same."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        return _decoded(kind.value_type)
+    if pa.types.is_fixed_size_list(kind):
+        return "list", kind.list_size, _decoded(kind.value_type)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return "list", _decoded(kind.value_type)
+    return "text" if pa.types.is_string(kind) or pa.types.is_large_string(kind) else kind
 
 
 def _values(column: pa.Array, name: str) -> NDArray[Any]:
@@ -189,15 +208,23 @@ class RecordFiles:
     kind = "TFRecord"
 
     def __init__(self, paths: Sequence[Path], columns: Sequence[str], features: Mapping[str, Any] | None) -> None:
+        import tensorflow as tf
+
         damaged = _Damaged(skip=False)
+        paths = [path for path in paths if state_of(path)[0]]
         with ThreadPoolExecutor(NUM_READERS) as readers:
             starts = list(readers.map(lambda path: tfrecords.record_starts(path, damaged), paths))
         self.blocks = [block for path, of_file in zip(paths, starts, strict=True) for block in _blocks(path, of_file)]
+        if not self.blocks:
+            return
         known = dict(features) if features else _features_of(self.blocks[0])
         missing = [name for name in columns if name not in known]
         if missing:
             raise DataError(f"{paths[0]}: has no feature {missing[0]}: it has {', '.join(sorted(known))}")
         self.features = {name: known[name] for name in columns}
+        for name, feature in self.features.items():
+            if not isinstance(feature, tf.io.FixedLenFeature):
+                raise DataError(f"ringtrain.Records: feature {name} is {feature}, expected a FixedLenFeature")
 
     def read(self, block: Block) -> Columns:
         """Values of a block.
@@ -212,9 +239,6 @@ class RecordFiles:
                 values = tf.io.parse_example(_texts(block), self.features)
         except tf.errors.OpError as error:
             raise DataError(f"{block.name} cannot be read: {_in_one_line(error)}") from error
-        for name, value in values.items():
-            if not isinstance(value, tf.Tensor):
-                raise DataError(f"{block.path}: feature {name} is {self.features[name]}, expected a FixedLenFeature")
         return {name: value.numpy() for name, value in values.items()}
 
 
@@ -231,8 +255,7 @@ def _blocks(path: Path, starts: NDArray[np.int64]) -> list[Block]:
     for number in range(1, len(positions)):
         is_full = number - first == RECORDS_OF_BLOCK or positions[number] - positions[first] >= BYTES_OF_BLOCK
         if is_full or number == len(positions) - 1:
-            num_bytes = positions[number] - positions[first]
-            blocks.append(Block(path, first, positions[first], number - first, num_bytes))
+            blocks.append(Block(path, first, positions[first], number - first))
             first = number
     return blocks
 
@@ -241,15 +264,9 @@ def _texts(block: Block) -> Any:
     """Serialized records of a block, string [rows]; their checksums are compared."""
     import tensorflow as tf
 
-    def records(start: tf.Tensor) -> tf.data.Dataset:
-        found = tf.raw_ops.TFRecordDatasetV2(
-            filenames=[str(block.path)], compression_type="", buffer_size=BUFFER, byte_offsets=start[None]
-        )
-        return tf.data.experimental.from_variant(found, tf.TensorSpec([], tf.string)).take(block.num_rows)
-
-    # In a function, as tf.data forgets the offset of one outside.
-    whole = tf.data.Dataset.from_tensors(tf.constant(block.start, tf.int64)).flat_map(records)
-    return next(iter(whole.batch(block.num_rows)))
+    position = tf.data.Dataset.from_tensors((str(block.path), tf.constant(block.start, tf.int64)))
+    records = position.flat_map(lambda path, start: tfrecords.records(path, start, block.num_rows, BUFFER))
+    return next(iter(records.batch(block.num_rows)))
 
 
 def _features_of(block: Block) -> dict[str, Any]:
@@ -279,18 +296,22 @@ def opened(
         DataError: They cannot be read, or have no rows.
     """
     paths = files_of(files)
+    compressed = [path for path in paths if _begins_with(path, GZIP)]
+    if compressed:
+        raise DataError(f"{compressed[0]}: is compressed with gzip: write it without")
     are_parquet = {path: _begins_with(path, PARQUET) for path in paths}
     if len({*are_parquet.values()}) > 1:
         other = next(path for path in paths if are_parquet[path] != are_parquet[paths[0]])
         raise DataError(f"ringtrain.Records: {paths[0]} and {other} are not of one kind: expected Parquet or TFRecord")
-    opener: Callable[[], ParquetFiles | RecordFiles] = lambda: RecordFiles(paths, columns, features)  # noqa: E731
+    found: ParquetFiles | RecordFiles
     if are_parquet[paths[0]]:
         try:
             import pyarrow  # noqa: F401
         except ImportError as error:
             raise DataError("ringtrain.Records: Parquet needs pyarrow: pip install 'ringtrain[records]'") from error
-        opener = lambda: ParquetFiles(paths, columns)  # noqa: E731
-    found = opener()
+        found = ParquetFiles(paths, columns)
+    else:
+        found = RecordFiles(paths, columns, features)
     if not found.blocks:
         raise DataError(f"ringtrain.Records: no row in {len(paths)} files, expected at least one: {paths[0]}")
     return found

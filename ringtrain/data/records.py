@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ from numpy.typing import NDArray
 
 from ringtrain.data import pipeline_graph, sharding
 from ringtrain.data.arrays import Rows
-from ringtrain.data.block_cache import BlockCache
+from ringtrain.data.block_cache import BlockCache, num_bytes
 from ringtrain.data.record_files import Columns, opened, state_of
 from ringtrain.errors import DataError
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 LANES = (48, 24, 12, 6, 4, 3, 2, 1)
 """possible numbers of blocks that a batch has rows of; many numbers of ranks divide the larger ones"""
 AHEAD = 16
-"""batches whose blocks are read before they are trained"""
+"""batches whose blocks are read before they are trained, if they fit into a quarter of the memory"""
 MEMORY_MB = 256
 
 
@@ -64,63 +66,84 @@ class Records:
         features: Mapping[str, Any] | None = None,
         memory_mb: int = MEMORY_MB,
     ) -> None:
-        given = [inputs, *(() if target is None else (target,)), *(() if weight is None else (weight,))]
-        self.nest, self.transform = tuple(given), transform
+        if weight is not None and target is None:
+            raise DataError("ringtrain.Records: got a weight without a target, which it would stand for: name both")
+        if not memory_mb >= 1:
+            raise DataError(f"ringtrain.Records: got memory_mb {memory_mb}, expected at least 1")
+        self.nest = tuple(part for part in (inputs, target, weight) if part is not None)
+        self.transform = transform
         self.parts = [*_parts_of(self.nest)]
         self.columns = sorted({name for part in self.parts for name in _names_in(part)})
         self.files = opened(files, self.columns, features)
         self.blocks = self.files.blocks
         self._states = {path: state_of(path) for path in {block.path for block in self.blocks}}
         self.starts = np.cumsum([0, *(block.num_rows for block in self.blocks)])
-        max_bytes = memory_mb << 20
-        most = max_bytes // (2 * max(1, *(block.num_bytes for block in self.blocks)))
-        self.lanes = next((number for number in LANES if number <= most), 1)
-        self.cache = BlockCache(self._block, max_bytes)
+        # Memory follows from a block as it is read: files may be compressed.
+        first = self._read(0)
+        self.specs = [(values.dtype, values.shape[1:]) for values in first]
+        """dtype of each part, and shape of its rows"""
+        self.bytes_of_row = num_bytes(first) / self.blocks[0].num_rows
+        max_bytes = int(memory_mb * 2**20)
+        of_largest = self.bytes_of_row * max(block.num_rows for block in self.blocks)
+        self.lanes = next((number for number in LANES if 2 * number * of_largest <= max_bytes), 1)
+        self.cache = BlockCache(_weakly(self.block), max_bytes)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
     def dataset(self, batch_size: int, seed: int | None = None, epoch: int = 0) -> tf.data.Dataset:
-        """Batches of all rows as a dataset, for Keras without ringtrain.
+        """Batches of all rows as a dataset, for Keras without ringtrain. Each iteration has the order of another epoch.
 
         Args:
             seed: Of the order. None: that of the files.
-            epoch: Number of the order.
+            epoch: That the first iteration has the order of.
         """
         import tensorflow as tf
 
-        rows = RecordRows(self, shuffle=seed is not None)
-        order = rows.order_of_pass(batch_size, seed or 0, epoch)
-        whole = len(order) // batch_size * batch_size
-        numbers = tf.data.Dataset.from_tensor_slices(order[:whole].reshape(-1, batch_size))
-        if whole < len(order):
-            numbers = numbers.concatenate(tf.data.Dataset.from_tensors(order[whole:]))
-        batches = rows.batches(numbers.map(lambda batch: (tf.constant(0, tf.int64), batch)), batch_size, seed)
-        return batches.prefetch(2)
+        passes = _Passes(RecordRows(self, shuffle=seed is not None), batch_size, seed or 0, epoch)
+        order_of_next, num_rows, whole = _weakly(passes.order_of_next), len(self), len(self) // batch_size * batch_size
+
+        def of_pass(_: tf.Tensor) -> tf.data.Dataset:  # called when an iterator is made
+            order = tf.ensure_shape(tf.numpy_function(order_of_next, [], tf.int64), [num_rows])
+            batches = tf.data.Dataset.from_tensor_slices(tf.reshape(order[:whole], [-1, batch_size]))
+            if whole == num_rows:
+                return batches
+            return batches.concatenate(tf.data.Dataset.from_tensors(order[whole:]))
+
+        numbers = tf.data.Dataset.range(1).flat_map(of_pass).map(lambda batch: (tf.constant(0, tf.int64), batch))
+        batches = passes.rows.batches(numbers, batch_size, seed)
+        batches = batches.apply(tf.data.experimental.assert_cardinality(-(-num_rows // batch_size))).prefetch(2)
+        batches.passes = passes  # as long as the dataset lives, so do they
+        return batches
 
     def values_of(self, numbers: NDArray[np.int64]) -> list[NDArray[Any]]:
         """Values of each part of the nest in the rows with these numbers."""
         of_rows = np.searchsorted(self.starts, numbers, side="right") - 1
-        blocks = self.cache.take(np.unique(of_rows).tolist())
-        first = next(iter(blocks.values()))
-        values = [np.empty((len(numbers), *part.shape[1:]), part.dtype) for part in first]
-        for number, block in blocks.items():
-            places = np.flatnonzero(of_rows == number)
+        by_block = np.argsort(of_rows, kind="stable")
+        found, begins = np.unique(of_rows[by_block], return_index=True)
+        blocks = self.cache.take(found.tolist())
+        values = [np.empty((len(numbers), *shape), dtype) for dtype, shape in self.specs]
+        for number, places in zip(found.tolist(), np.split(by_block, begins[1:]), strict=True):
             rows = numbers[places] - self.starts[number]
-            for name, of_part, of_block in zip(self.parts, values, block, strict=True):
-                if of_block.shape[1:] != of_part.shape[1:]:
-                    raise DataError(
-                        f"{self.blocks[number].name}: {name} has rows of shape {of_block.shape[1:]}, expected"
-                        f" {of_part.shape[1:]} as in other blocks"
-                    )
+            for of_part, of_block in zip(values, blocks[number], strict=True):
                 if len(places) == places[-1] - places[0] + 1:  # a lane's neighbouring places: one copy
                     np.take(of_block, rows, axis=0, out=of_part[places[0] : places[-1] + 1], mode="clip")
                 else:
                     of_part[places] = of_block[rows]
         return values
 
-    def _block(self, number: int) -> list[NDArray[Any]]:
-        """Values of each part of the nest in a block."""
+    def block(self, number: int) -> list[NDArray[Any]]:
+        """Values of each part of the nest in a block, from its file."""
+        values = self._read(number)
+        for part, of_part, (_, shape) in zip(self.parts, values, self.specs, strict=True):
+            if of_part.shape[1:] != shape:
+                raise DataError(
+                    f"{self.blocks[number].name}: {part} has rows of shape {of_part.shape[1:]}, expected {shape} as in"
+                    f" {self.blocks[0].path}"
+                )
+        return values
+
+    def _read(self, number: int) -> list[NDArray[Any]]:
         block = self.blocks[number]
         columns = self.files.read(block)
         if state_of(block.path) != self._states[block.path]:
@@ -147,7 +170,6 @@ class RecordRows(Rows):
     ) -> None:
         self.records, self.shuffle, self.class_weight = records, shuffle, class_weight
         self._num_samples = len(records)
-        self._specs = [(values.dtype, values.shape[1:]) for values in records.values_of(np.zeros(1, np.int64))]
 
     @property
     def plan(self) -> dict[str, str]:
@@ -158,8 +180,10 @@ class RecordRows(Rows):
         return {"files": files, "made by": "each rank, its rows alone"}
 
     def checksum(self) -> int:
-        """Checksum of the files' names and blocks, and of the first and the last row."""
-        blocks = [(block.path.name, block.number, block.num_rows) for block in self.records.blocks]
+        """Checksum of the files' names, sizes and blocks, and of the first and the last row."""
+        blocks = [
+            (block.path.name, state_of(block.path)[0], block.number, block.num_rows) for block in self.records.blocks
+        ]
         rows = self.records.values_of(np.array([0, len(self.records) - 1]))
         content = [str(values.tolist()) for values in rows]
         return zlib.crc32(f"{len(self)} {self.records.columns} {blocks} {content}".encode())
@@ -187,19 +211,23 @@ class RecordRows(Rows):
         import keras
         import tensorflow as tf
 
-        records, specs = self.records, self._specs
-        dtypes = [tf.string if dtype.kind in "OSU" else tf.as_dtype(dtype) for dtype, _ in specs]
+        records, specs = self.records, self.records.specs
+        dtypes = [tf.string if dtype.kind == "O" else tf.as_dtype(dtype) for dtype, _ in specs]
+        start, values_of = _weakly(records.start), _weakly(records.values_of)
 
         def started(epoch: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
-            return tf.ensure_shape(tf.numpy_function(records.start, [numbers], tf.int64), numbers.shape)
+            return tf.ensure_shape(tf.numpy_function(start, [numbers], tf.int64), numbers.shape)
 
         def read(numbers: tf.Tensor) -> Any:
-            found = tf.nest.flatten(tf.numpy_function(records.values_of, [numbers], dtypes))
+            found = tf.nest.flatten(tf.numpy_function(values_of, [numbers], dtypes))
             shapes = [[*numbers.shape, *shape] for _, shape in specs]
             values = iter([tf.ensure_shape(one, shape) for one, shape in zip(found, shapes, strict=True)])
-            return keras.tree.lists_to_tuples(tuple(_filled(part, values) for part in records.nest))
+            return keras.tree.lists_to_tuples(tuple(_filled(part, values) for part in nest))
 
-        batches = order.map(started).prefetch(AHEAD).map(read)
+        nest = records.nest
+        in_memory = int(records.cache.max_bytes / 4 / (records.bytes_of_row * batch_size))
+        batches = order.map(started).prefetch(min(AHEAD, max(1, in_memory))).map(read)
+        batches.records = records  # as long as the dataset lives, so do they
         if records.transform:
             batches = batches.map(records.transform)
             state = pipeline_graph.state_of(batches._map_func.function)
@@ -215,11 +243,31 @@ class RecordRows(Rows):
         return batches
 
 
+class _Passes:
+    """Orders of successive passes over the rows."""
+
+    def __init__(self, rows: RecordRows, batch_size: int, seed: int, epoch: int) -> None:
+        self.rows, self._how, self._epochs = rows, (batch_size, seed), itertools.count(epoch)
+
+    def order_of_next(self) -> NDArray[np.int64]:
+        return self.rows.order_of_pass(*self._how, next(self._epochs))
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method for `tf.numpy_function`, which keeps what it is given until the process ends."""
+    reference = weakref.WeakMethod(method)
+
+    def called(*arguments: Any) -> Any:
+        bound: Any = reference()
+        return bound(*arguments)
+
+    return called
+
+
 def _parts_of(nest: Any) -> Iterator[Any]:
     """Names of columns, and lists of them, in a nest of dicts and tuples."""
-    inside = nest.values() if isinstance(nest, Mapping) else nest
-    if isinstance(nest, Mapping | tuple):
-        for part in inside:
+    if nest and isinstance(nest, Mapping | tuple):
+        for part in nest.values() if isinstance(nest, Mapping) else nest:
             yield from _parts_of(part)
         return
     names = _names_in(nest)

@@ -74,7 +74,7 @@ def imagenet_tfrecords(config: DataConfig) -> DataSet:
 
         def read(number: tf.Tensor) -> tf.data.Dataset:
             path = tf.gather(path_of_file, tf.gather(file_of, number))
-            return _record(path, tf.gather(start_of, number)).map(encoded_and_class)
+            return records(path, tf.gather(start_of, number)).map(encoded_and_class)
 
         def name_of(number: int) -> str:
             file = int(np.searchsorted(first_in_file, number, side="right")) - 1
@@ -196,17 +196,24 @@ def record_name(path: Path, number: int) -> str:
     return f"{path}: record {number}"
 
 
-def _record(path: tf.Tensor, start: tf.Tensor) -> tf.data.Dataset:
-    """Reads the record at a position, with the raw operation, as tf.data.TFRecordDataset has no argument for that."""
+def records(path: tf.Tensor, start: tf.Tensor, num_records: int = 1, buffer_size: int = 0) -> tf.data.Dataset:
+    """Reads successive records from a position on.
+
+    With the raw operation, as tf.data.TFRecordDataset has no argument for the position. To be called in a function of
+    tf.data, which forgets the position elsewhere.
+
+    Args:
+        buffer_size: Bytes that are read at once; 0: no more than the record.
+    """
     import tensorflow as tf
 
-    records = tf.raw_ops.TFRecordDatasetV2(
+    found = tf.raw_ops.TFRecordDatasetV2(
         filenames=tf.reshape(path, [1]),
         compression_type="",
-        buffer_size=tf.constant(0, tf.int64),  # read no more than the record
+        buffer_size=tf.constant(buffer_size, tf.int64),
         byte_offsets=tf.reshape(start, [1]),
     )
-    return tf.data.experimental.from_variant(records, tf.TensorSpec([], tf.string)).take(1)
+    return tf.data.experimental.from_variant(found, tf.TensorSpec([], tf.string)).take(num_records)
 
 
 def encoded_and_class(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.data import record_files, sharding
-from ringtrain.data.block_cache import BlockCache
+from ringtrain.data.block_cache import BlockCache, num_bytes
 from ringtrain.data.parts import Parts
 from ringtrain.data.records import LANES, RecordRows, Records
 from ringtrain.errors import DataError
@@ -158,12 +161,84 @@ def test_many_threads_read_a_block_once() -> None:
 
 
 def test_lanes_follow_from_memory(folder: Path) -> None:
-    many, few = records(folder), records(folder, memory_mb=1)
-    largest = max(block.num_bytes for block in few.blocks)
-    assert many.lanes == LANES[0]
-    few.blocks = [block._replace(num_bytes=400_000) for block in few.blocks]
-    assert few.lanes * 2 * largest <= 1 << 20
-    assert RecordRows(few, shuffle=True).plan["files"].startswith("3 of TFRecord, 12 blocks")
+    rows = records(folder)
+    of_largest = rows.bytes_of_row * max(block.num_rows for block in rows.blocks)
+    assert rows.lanes == LANES[0] and rows.lanes * 2 * of_largest <= rows.cache.max_bytes
+    assert RecordRows(rows, shuffle=True).plan["files"].startswith("3 of TFRecord, 12 blocks")
+
+
+@pytest.mark.parametrize("batch_size", [8, 512])
+def test_texts_count_in_memory_and_blocks_are_read_once(
+    tmp_path: Path, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """24 MB of texts in blocks of 256 kB, with 8 MB of memory, of which batches of 512 take 4 MB."""
+    monkeypatch.setattr(record_files, "BYTES_OF_BLOCK", 256 << 10)
+    with tf.io.TFRecordWriter(str(tmp_path / "texts.tfrecord")) as writer:
+        for number in range(3000):
+            writer.write(example(text=[b"%08d" % number * 1024]))
+    rows = Records(tmp_path, inputs="text", memory_mb=8)
+    assert 8_192 < rows.bytes_of_row < 8_300
+    seen = 0
+    for (texts,) in rows.dataset(batch_size, seed=0):
+        seen += len(texts)
+        kept = [
+            future.result() for future in [*rows.cache._used.values(), *rows.cache._ahead.values()] if future.done()
+        ]
+        # Besides the limit, what one batch needs, and what was read while it was made.
+        assert sum(map(num_bytes, kept)) < (8 << 20) + 2 * rows.lanes * (256 << 10)
+    assert seen == 3000 and len(rows.blocks) > 90
+    assert rows.cache.num_read <= 1.5 * len(rows.blocks)
+
+
+def test_nothing_stays_of_records_that_are_deleted(folder: Path) -> None:
+    before = threading.active_count()
+    rows = records(folder)
+    for _ in rows.dataset(32, seed=0):
+        pass
+    alive = weakref.ref(rows)
+    del rows
+    gc.collect()
+    deadline = time.monotonic() + 30
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert alive() is None and threading.active_count() <= before
+
+
+def test_a_dataset_has_another_order_in_each_iteration(folder: Path) -> None:
+    dataset = records(folder).dataset(32, seed=1)
+    passes = [np.concatenate([y.numpy() for _, y in dataset]).tolist() for _ in range(2)]
+    assert passes[0] != passes[1] and sorted(passes[0]) == sorted(passes[1]) == list(range(203))
+    later = records(folder).dataset(32, seed=1, epoch=1)
+    assert np.concatenate([y.numpy() for _, y in later]).tolist() == passes[1]
+
+
+def test_a_block_that_could_not_be_read_is_tried_again() -> None:
+    errors = [DataError("the network is down")]
+
+    def read(number: int) -> list[Any]:
+        if errors:
+            raise errors.pop()
+        return [np.zeros(1)]
+
+    cache = BlockCache(read, max_bytes=800)
+    with pytest.raises(DataError, match="down"):
+        cache.take([1])
+    assert cache.take([1])[1][0] == 0
+
+
+def test_arguments_that_would_be_taken_for_others(folder: Path) -> None:
+    wrong: dict[str, dict[str, Any]] = {
+        "a weight without a target": {"weight": "id"},
+        "got {} in inputs": {"inputs": {}},
+        "memory_mb 0": {"memory_mb": 0},
+        "got no files": {"files": []},
+        "is FixedLenSequence.*expected a FixedLenFeature": {
+            "features": {"x": tf.io.FixedLenSequenceFeature([], tf.float32, allow_missing=True)}
+        },
+    }
+    for message, arguments in wrong.items():
+        with pytest.raises(DataError, match=message):
+            Records(**{"files": folder, "inputs": "x", **arguments})
 
 
 def test_what_cannot_be_read_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
