@@ -32,7 +32,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ringtrain.config import DataConfig
-from ringtrain.data.arrays import Arrays, NoSamples, RowBatches, Rows
+from ringtrain.data.arrays import Arrays, NoSamples, NumberedRows, RowBatches
 from ringtrain.data.dataset import DataSet, Samples, Split, checksums
 from ringtrain.data.from_rank_0 import FromRank0, packed, read_on_rank_0
 from ringtrain.data.host_memory import share as share_on_host

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 
-class Rows(Split):
+class NumberedRows(Split):
     """Rows by number as `ringtrain.fit` takes them: `Arrays` in memory, or `RecordRows` in files."""
 
     has_classes = False
@@ -30,7 +30,7 @@ class Rows(Split):
     def __len__(self) -> int:
         return int(self._num_samples)
 
-    def first(self, num_samples: int) -> Rows:
+    def first(self, num_samples: int) -> NumberedRows:
         """The same, of which only the first rows are used."""
         part = copy.copy(self)
         part._num_samples = min(num_samples, len(self))
@@ -50,7 +50,7 @@ class Rows(Split):
         return {}
 
 
-class Arrays(Rows):
+class Arrays(NumberedRows):
     """Inputs, targets and weights of `fit`: NumPy, tensors, pandas, sparse or ragged, in any nest.
 
     Args:
@@ -150,7 +150,7 @@ class RowBatches:
 
     def __init__(
         self,
-        samples: Rows,
+        samples: NumberedRows,
         global_batch_size: int,
         parts: Parts,
         seed: int,

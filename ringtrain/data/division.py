@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ringtrain.data import pipeline_graph
 from ringtrain.data.parts import Header, Parts, num_rows_of
-from ringtrain.data.streams import cut, fingerprint, same
+from ringtrain.data.py_dataset import PyDatasetStream, RowsOfPyDataset
+from ringtrain.data.streams import Stream, cut, fingerprint, same
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -31,7 +32,7 @@ REPEATED: dict[str, Callable[[Any, Any], Any]] = {
     "_OptionsDataset": lambda dataset, earlier: dataset,
     "_AssertCardinalityDataset": lambda dataset, earlier: dataset,
 }
-"""How a dataset without a function and a state is made again, given its new input and the earlier one."""
+"""Makes a dataset that has neither a function nor a state again, from its new input and the earlier dataset."""
 AGAIN_AFTER_BATCH = REPEATED | {"CacheDataset": lambda dataset, earlier: dataset.cache()}
 """A cache before `batch` stays whole, with the maps before it: it is there to spare their work."""
 NUM_TRIED = 2
@@ -58,7 +59,7 @@ class Division:
     batch: Any
     after: Sequence[Any]
     remark: str = ""
-    unequal = "a map() after batch() does not compute each row by itself"
+    unequal: ClassVar[str] = "a map() after batch() does not compute each row by itself"
 
     def of_rank(self, parts: Parts) -> tf.data.Dataset:
         """Elements (Header, rows of a rank's parts) for each batch of the whole pipeline."""
@@ -85,7 +86,10 @@ class Division:
         return own.with_options(self.whole.options())
 
     def tried(self, parts: Parts) -> tuple[bool, int]:
-        """Whether this rank's parts of the first batches are those of the whole ones, and a checksum of these.
+        """Compares this rank's parts of the first batches with the whole ones.
+
+        Returns:
+            Whether they are equal, and a checksum of the whole batches.
 
         Raises:
             Exception: What the pipeline raises, or cannot be copied.
@@ -107,8 +111,42 @@ class Division:
         return is_equal, checksum
 
 
+def divide(stream: Stream) -> None:
+    """Lets each rank make its own rows of a stream alone, if its pipeline can be divided. Collective."""
+    from ringtrain import hvd
+
+    if not hvd.is_initialized() or hvd.size() == 1 or hvd.elastic.is_on():
+        return
+    division: Division | RowsOfPyDataset | None = None
+    checksum = 0
+    try:
+        division, why = _division_of(stream)
+        if division:
+            is_right, checksum = division.tried(Parts.of_rank(hvd.rank(), hvd.size()))
+            why = "" if is_right else division.unequal
+    except Exception as error:
+        why = f"its first batches could not be made in parts ({type(error).__name__})"
+    # All ranks, or none: each must see the same numbers in the first batches.
+    of_ranks = hvd.allgather_object((why, checksum), name="ringtrain_division")
+    whys = [of_rank for of_rank, _ in of_ranks if of_rank]
+    if division and not whys and len(set(of_ranks)) == 1:
+        stream.division = division
+    stream.why_whole = next(iter(whys), "")
+
+
+def _division_of(stream: Stream) -> tuple[Division | RowsOfPyDataset | None, str]:
+    """The division of a stream; None and the reason, as a phrase, if its batches are made whole."""
+    if stream.kind == "tf.data.Dataset":
+        return division_of(stream.dataset)
+    if not isinstance(stream, PyDatasetStream):
+        return None, f"a {stream.kind} makes whole batches"
+    if not callable(getattr(stream.source, "rows", None)):
+        return None, "its PyDataset has no method rows(index, begin, end)"
+    return RowsOfPyDataset(stream), ""
+
+
 def division_of(dataset: tf.data.Dataset) -> tuple[Division | None, str]:
-    """How a pipeline can be divided, if it can; else what stands in the way, "" if it has no map."""
+    """The division of a pipeline; None and what stands in the way, as a phrase, if there is none; "": it has no map."""
     chain = [*_chain(dataset)]
     batches = [place for place, one in enumerate(chain) if type(one).__name__ in BATCHES]
     if not _has_map(chain):
@@ -167,12 +205,12 @@ def _is_map(dataset: Any) -> bool:
 
 
 def _has_map(datasets: Sequence[Any]) -> bool:
-    """Whether there is a map among datasets, or what they are made from."""
+    """Returns whether there is a map in the pipelines that end with these datasets."""
     return any(_is_map(one) or _has_map(one._inputs()) for one in datasets)
 
 
 def _why_whole(dataset: Any, again: Container[str]) -> str:
-    """What keeps a dataset from being made again for a rank's rows, as a phrase; "": nothing."""
+    """The reason, as a phrase, why a dataset cannot be made again for a rank's rows; "": it can."""
     if _is_map(dataset):
         state = pipeline_graph.state_of(dataset._map_func.function)
         return f"map() with {state}" if state else ""

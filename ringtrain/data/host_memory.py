@@ -100,12 +100,12 @@ def _map_once(blocks: Sequence[_Block]) -> dict[int, bool]:
 
 
 def _on_all(of_ranks: Iterable[Sequence[bool]]) -> list[bool]:
-    """Whether each block is shared on all ranks."""
+    """Returns, of each block, whether all ranks share it, given what each rank says of each block."""
     return [all(of_block) for of_block in zip(*of_ranks, strict=True)]
 
 
 def _host() -> tuple[str, int, int]:
-    """What two processes have in common if one may open the files of the other."""
+    """Identifies machine, process namespace and user: processes with equal ones may open each other's files."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return boot, Path("/proc/self/ns/pid").stat().st_ino, os.getuid()
@@ -114,7 +114,10 @@ def _host() -> tuple[str, int, int]:
 
 
 def _shared(blocks: Sequence[_Block]) -> list[bool]:
-    """Whether all whole pages of each block are those of a file in memory, so that none was written to."""
+    """Returns, of each block, whether this process still maps all its whole pages from the memory file.
+
+    A page that is written to becomes the process's own.
+    """
     if not blocks:
         return []
     shared_bytes = [0] * len(blocks)

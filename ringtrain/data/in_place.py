@@ -13,7 +13,7 @@ LARGE = 64 << 20
 
 
 def is_large(array: Any) -> bool:
-    """Whether the rows of an array are read where it is."""
+    """Returns whether an array is so large that its rows are read where it is, instead of from a copy."""
     if type(array) not in (np.ndarray, np.memmap) or array.nbytes < LARGE:
         return False
     # TensorFlow takes numbers of the processor's byte order alone.

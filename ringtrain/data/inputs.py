@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.data.arrays import Arrays, NoSamples, Rows
+from ringtrain.data.arrays import Arrays, NoSamples, NumberedRows
 from ringtrain.data.dataset import Split
-from ringtrain.data.division import Division, division_of
+from ringtrain.data.division import divide
 from ringtrain.data.from_rank_0 import FromRank0, StreamOfRank0, leaves, packed, read_on_rank_0
-from ringtrain.data.parts import Parts
 from ringtrain.data.pipeline_graph import RandomOperation, random_operations
-from ringtrain.data.py_dataset import PyDatasetStream, RowsOfPyDataset
+from ringtrain.data.py_dataset import PyDatasetStream
 from ringtrain.data.records import RecordRows, Records
 from ringtrain.data.streams import Stream, first_part, num_rows
 from ringtrain.errors import DataError
@@ -132,7 +131,7 @@ def is_nest(part: Any) -> bool:
     return isinstance(part, dict | tuple) or (isinstance(part, list) and any(hasattr(leaf, "shape") for leaf in part))
 
 
-def shapes_of(train: Rows | Stream) -> tuple[Any, int]:
+def shapes_of(train: NumberedRows | Stream) -> tuple[Any, int]:
     """Shapes of a sample's inputs, in their nest, and the number of columns of its targets, 0 if these are a nest."""
     import keras
     import tensorflow as tf
@@ -143,7 +142,7 @@ def shapes_of(train: Rows | Stream) -> tuple[Any, int]:
     return tf.nest.map_structure(lambda leaf: tuple(leaf.shape[1:]), x), num_targets
 
 
-def inputs(given: FitArguments, batch_size: int) -> tuple[Rows | Stream, Split]:
+def inputs(given: FitArguments, batch_size: int) -> tuple[NumberedRows | Stream, Split]:
     """Returns training and validation data; raises DataError for what `fit` cannot divide over ranks."""
     if isinstance(given.shuffle, str) and given.shuffle != "batch":
         raise DataError(f'ringtrain.fit: got shuffle {given.shuffle!r}, expected True, False or "batch"')
@@ -183,7 +182,7 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[Rows | Stream, Split]:
     )
 
 
-def _rows(given: FitArguments) -> tuple[Rows, Any]:
+def _rows(given: FitArguments) -> tuple[NumberedRows, Any]:
     """Training data that are no batches, and validation data as arguments."""
     from keras.src.trainers.data_adapters import array_slicing
 
@@ -203,46 +202,12 @@ def _rows(given: FitArguments) -> tuple[Rows, Any]:
     return Arrays(x, y, weight, given.class_weight, shuffle=given.shuffle), held_out
 
 
-def divide(stream: Stream) -> None:
-    """Lets each rank make its own rows of a stream alone, if its pipeline can be divided. Collective."""
-    from ringtrain import hvd
-
-    if not hvd.is_initialized() or hvd.size() == 1 or hvd.elastic.is_on():
-        return
-    division: Division | RowsOfPyDataset | None = None
-    checksum = 0
-    try:
-        division, why = _division_of(stream)
-        if division:
-            is_right, checksum = division.tried(Parts.of_rank(hvd.rank(), hvd.size()))
-            why = "" if is_right else division.unequal
-    except Exception as error:
-        why = f"its first batches could not be made in parts ({type(error).__name__})"
-    # All ranks, or none: each must see the same numbers in the first batches.
-    of_ranks = hvd.allgather_object((why, checksum), name="ringtrain_division")
-    whys = [of_rank for of_rank, _ in of_ranks if of_rank]
-    if division and not whys and len(set(of_ranks)) == 1:
-        stream.division = division
-    stream.why_whole = next(iter(whys), "")
-
-
-def _division_of(stream: Stream) -> tuple[Division | RowsOfPyDataset | None, str]:
-    """How batches can be made in parts, if they can; else what stands in the way."""
-    if stream.kind == "tf.data.Dataset":
-        return division_of(stream.dataset)
-    if not isinstance(stream, PyDatasetStream):
-        return None, f"a {stream.kind} makes whole batches"
-    if not callable(getattr(stream.source, "rows", None)):
-        return None, "its PyDataset has no method rows(index, begin, end)"
-    return RowsOfPyDataset(stream), ""
-
-
 def _shortened(split: Any, num_steps: int, batch_size: int) -> Any:
     """The first rows of arrays, or batches of a stream. The last batch keeps the size that the job's last one has."""
     if isinstance(split, Stream):
         split.num_batches = min(split.num_batches, num_steps)
         return split
-    if not isinstance(split, Rows):
+    if not isinstance(split, NumberedRows):
         return split
     whole, rest = divmod(len(split), batch_size)
     if whole + (rest > 0) <= num_steps:
@@ -326,7 +291,7 @@ def _validation(held_out: Any, given: FitArguments, batch_size: int) -> Split:
     if stream:
         stream.is_held_out = True
         return stream
-    samples: Rows
+    samples: NumberedRows
     if isinstance(held_out, Records):
         samples = RecordRows(held_out)
     else:

@@ -1,4 +1,4 @@
-"""What the graph of a tf.data pipeline shows: a copy with a state of its own, and what differs between processes."""
+"""Copies of tf.data pipelines with a state of their own, and their operations that differ between processes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def random_operations(dataset: tf.data.Dataset) -> tuple[list[RandomOperation], 
 
 
 def state_of(function: Any) -> str:
-    """What gives a function other results for the same values, or changes something, as a phrase; "": nothing."""
+    """The operation, as a phrase, by which a function has a state or random results; "": none."""
     from tensorflow.python.framework import op_def_registry
 
     graph = function.graph.as_graph_def()

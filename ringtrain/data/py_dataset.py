@@ -7,7 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +76,7 @@ class PyDatasetStream(Stream):
         return self.standardized(self.source[number])
 
     def each(self, numbers: Iterable[int], made: Callable[[int], Any]) -> Iterator[Any]:
-        """What `made` returns for each number."""
+        """Yields `made(number)` for each number, in order, `workers` of them at a time."""
         if self.source.workers <= 1:
             for number in numbers:
                 with self.seeded(number):
@@ -104,8 +104,8 @@ class RowsOfPyDataset:
     shows whether the ranks have the same batches.
     """
 
-    remark = ""
-    unequal = "rows(index, begin, end) gives other rows than the batch has"
+    remark: ClassVar[str] = ""
+    unequal: ClassVar[str] = "rows(index, begin, end) gives other rows than the batch has"
 
     def __init__(self, stream: PyDatasetStream) -> None:
         self.stream, self._fingerprint = stream, 0
@@ -126,7 +126,7 @@ class RowsOfPyDataset:
         )
 
     def tried(self, parts: Parts) -> tuple[bool, int]:
-        """Whether rows(...) gives those of the first and the last batch, and a checksum of these batches."""
+        """Compares this rank's rows of the first and of the last batch with the whole ones; see `Division.tried`."""
         found = [self._compared(number, parts) for number in (0, self.stream.num_batches - 1)]
         return all(is_equal for is_equal, _ in found), sum(of_batch for _, of_batch in found)
 
@@ -141,7 +141,7 @@ class RowsOfPyDataset:
             raise DataError(f"ringtrain.fit: PyDataset: {self.unequal}, in batch {number}")
 
     def _compared(self, number: int, parts: Parts) -> tuple[bool, int]:
-        """Whether this rank's rows of a batch are those that it has, and the batch's fingerprint."""
+        """Compares this rank's rows of a batch with the whole one; returns whether they are equal, its fingerprint."""
         import tensorflow as tf
 
         whole = next(self.stream.each([number], self.stream.whole))

@@ -91,7 +91,7 @@ def _files_in(path: Path) -> list[Path]:
 
 
 def _is_hidden(path: Path) -> bool:
-    """Whether writers of data sets mean no data by this name, as by _SUCCESS and .crc."""
+    """Returns whether a file name such as _SUCCESS or .crc marks a file without data."""
     return any(part.startswith(("_", ".")) for part in path.parts)
 
 
@@ -161,7 +161,7 @@ class ParquetFiles:
 
 
 def _decoded(kind: Any) -> Any:
-    """What types of columns have in common whose values are the same."""
+    """Type of a column's values in NumPy: dictionaries and lists of different widths of one type are the same."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(kind):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain.data import pipeline_graph, sharding
-from ringtrain.data.arrays import Rows
+from ringtrain.data.arrays import NumberedRows
 from ringtrain.data.block_cache import BlockCache, num_bytes
 from ringtrain.data.record_files import Columns, opened, state_of
 from ringtrain.errors import DataError
@@ -156,7 +156,7 @@ class Records:
         return numbers
 
 
-class RecordRows(Rows):
+class RecordRows(NumberedRows):
     """Rows of files as `fit` reads them.
 
     Args:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.data.arrays import Arrays, Rows
+from ringtrain.data.arrays import Arrays, NumberedRows
 from ringtrain.data.pipeline import ahead, evaluation_batches
 from ringtrain.data.py_dataset import PyDatasetStream
 from ringtrain.data.records import RecordRows, Records
@@ -30,7 +30,7 @@ class WholeBatches:
     """None: unknown before they are read"""
     checksum: int = 0
     """of the data, which all ranks must have alike"""
-    rows: Rows | None = None
+    rows: NumberedRows | None = None
     """of which these are batches"""
     is_shard: bool = False
     """whether these are batches of data that this rank alone has"""
@@ -80,7 +80,9 @@ def no_batches(spec: Any) -> WholeBatches:
     return WholeBatches(dataset=tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec))
 
 
-def _of_rows(rows: Rows, batch_size: int, steps: int | None, rank: int, size: int, per_call: int) -> WholeBatches:
+def _of_rows(
+    rows: NumberedRows, batch_size: int, steps: int | None, rank: int, size: int, per_call: int
+) -> WholeBatches:
     if steps:
         rows = rows.first(steps * batch_size)
     if not len(rows):

@@ -130,7 +130,7 @@ def _job(process: Process, given: data.FitArguments) -> Job:
 
 def _split(
     config: Config, given: data.FitArguments, rows: int
-) -> tuple[data.Rows | data.Stream, data.Split, tuple[int, ...], int]:
+) -> tuple[data.NumberedRows | data.Stream, data.Split, tuple[int, ...], int]:
     """Training and test data in steps of `rows` rows, shape of a row of the inputs, and number of targets."""
     from ringtrain.strategies.rows import errors_named
 
@@ -138,13 +138,13 @@ def _split(
     with errors_named(name):
         try:
             train, test = data.inputs(given, rows)
-            if isinstance(train, data.Rows) and given.steps_per_epoch:
+            if isinstance(train, data.NumberedRows) and given.steps_per_epoch:
                 raise DataError("got steps_per_epoch with arrays: leave it out")
             if most:
-                if not isinstance(train, data.Rows):
+                if not isinstance(train, data.NumberedRows):
                     raise DataError("data.max_samples: the rows are not in memory: leave it out")
                 train = train.first(most)
-                test = test.first(most) if isinstance(test, data.Rows) else test
+                test = test.first(most) if isinstance(test, data.NumberedRows) else test
             return train, test, *data.shapes_of(train)
         except ValueError as error:  # of Keras, such as different numbers of rows, or text
             raise DataError(f"{name}: {' '.join(str(error).split())}") from error

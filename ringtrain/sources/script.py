@@ -119,7 +119,7 @@ def _job(process: Process, source: ScriptSource) -> Job:
             more |= {"shard": f"{train.num_batches} batches of its own on each rank"}
             if size > 1:
                 unlike.append("each rank has batches of its own")
-    steps = arguments.steps_per_epoch if isinstance(train, data.Rows) else None
+    steps = arguments.steps_per_epoch if isinstance(train, data.NumberedRows) else None
     numbers = adopt(process, model, train.kind, num_train, len(test), batch_size, steps)
     numbers = dataclasses.replace(numbers, initial_epoch=arguments.initial_epoch)
     if process.strategy.ranks_change and numbers.initial_epoch:
@@ -211,7 +211,7 @@ def synchronize_batch_norm(config: Config, model: keras.Model) -> None:
         raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
 
 
-def build(process: Process, model: keras.Model, train: data.Rows | data.Stream, batch_size: int) -> list[str]:
+def build(process: Process, model: keras.Model, train: data.NumberedRows | data.Stream, batch_size: int) -> list[str]:
     """Makes a compiled model's optimizers distributed, and builds model, metrics, loss and optimizers.
 
     Returns the parts of the model whose results are not those of one process.
@@ -235,7 +235,7 @@ def build(process: Process, model: keras.Model, train: data.Rows | data.Stream, 
         tf.function(model.train_step).get_concrete_function(batch)  # builds optimizers of a train_step
         model.built = True
     cast(Ring, process.strategy).share_rows(model, batch)
-    rows = train.rows if isinstance(train, data.Rows) and len(train) >= metric_states.NUM_ROWS else None
+    rows = train.rows if isinstance(train, data.NumberedRows) and len(train) >= metric_states.NUM_ROWS else None
     if process.strategy.shares_state:
         untested = divided.refuse_metrics(model, batch, rows)
         unlike = unlike_one_process(model, batch, rows, process.config.train.virtual_ranks > 0)

@@ -34,7 +34,7 @@ class Rows:
         else:
             numbers = run.numbers
             self._batches_of = data.RowBatches(
-                cast(data.Rows, self.train),
+                cast(data.NumberedRows, self.train),
                 numbers.samples_per_step,
                 parts,
                 run.config.seed,
