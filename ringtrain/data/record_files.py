@@ -6,7 +6,10 @@ A block is what is read at once: a row group of a Parquet file, or successive re
 from __future__ import annotations
 
 import glob
+import os
 import re
+import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -107,7 +110,7 @@ class ParquetFiles:
         with ThreadPoolExecutor(NUM_READERS) as readers:
             of_files = list(readers.map(self._opened, paths))
         num_bytes = 0
-        for path in paths:
+        for path in dict.fromkeys(paths):
             num_bytes += self._metadata[path].serialized_size
             if num_bytes > MAX_METADATA:
                 del self._metadata[path]
@@ -139,6 +142,16 @@ class ParquetFiles:
             blocks = [Block(path, number, -1, num_rows) for number, num_rows in enumerate(sizes) if num_rows]
             self._metadata[path] = file.metadata
         return blocks, schema
+
+    def checksum(self) -> int:
+        """Checksum of the files' footers, which have size and, mostly, extremes of each column in each block."""
+        found = 0
+        for path in dict.fromkeys(block.path for block in self.blocks):
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                (length,) = struct.unpack("<I", os.pread(file.fileno(), 4, size - 8))
+                found = zlib.crc32(os.pread(file.fileno(), length, size - 8 - length), found)
+        return found
 
     def read(self, block: Block) -> Columns:
         """Values of a block.
@@ -213,7 +226,9 @@ class RecordFiles:
         damaged = _Damaged(skip=False)
         paths = [path for path in paths if state_of(path)[0]]
         with ThreadPoolExecutor(NUM_READERS) as readers:
-            starts = list(readers.map(lambda path: tfrecords.record_starts(path, damaged), paths))
+            of_files = list(readers.map(lambda path: tfrecords.starts_and_checksum(path, damaged), paths))
+        self._checksums = [checksum for _, checksum in of_files]
+        starts = [starts for starts, _ in of_files]
         self.blocks = [block for path, of_file in zip(paths, starts, strict=True) for block in _blocks(path, of_file)]
         if not self.blocks:
             return
@@ -225,6 +240,15 @@ class RecordFiles:
         for name, feature in self.features.items():
             if not isinstance(feature, tf.io.FixedLenFeature):
                 raise DataError(f"ringtrain.Records: feature {name} is {feature}, expected a FixedLenFeature")
+
+    def checksum(self) -> int:
+        """Checksum of the checksums that the files have of their records."""
+        found = zlib.crc32(str(self._checksums).encode())
+        for path in dict.fromkeys(block.path for block in self.blocks):
+            with path.open("rb") as file:
+                file.seek(-tfrecords.FOOTER, os.SEEK_END)
+                found = zlib.crc32(file.read(), found)
+        return found
 
     def read(self, block: Block) -> Columns:
         """Values of a block.
@@ -301,6 +325,9 @@ def opened(
         raise DataError(f"{compressed[0]}: is compressed with gzip: write it without")
     are_parquet = {path: _begins_with(path, PARQUET) for path in paths}
     if len({*are_parquet.values()}) > 1:
+        empty = [path for path in paths if not state_of(path)[0]]
+        if empty:
+            raise DataError(f"{empty[0]}: is empty, which no Parquet file is")
         other = next(path for path in paths if are_parquet[path] != are_parquet[paths[0]])
         raise DataError(f"ringtrain.Records: {paths[0]} and {other} are not of one kind: expected Parquet or TFRecord")
     found: ParquetFiles | RecordFiles

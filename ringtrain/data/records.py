@@ -88,6 +88,12 @@ class Records:
         self.lanes = next((number for number in LANES if 2 * number * of_largest <= max_bytes), 1)
         self.cache = BlockCache(_weakly(self.block), max_bytes)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"cache": self.cache.max_bytes}  # of a copy: its own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, cache=BlockCache(_weakly(self.block), state["cache"]))
+
     def __len__(self) -> int:
         return int(self.starts[-1])
 
@@ -95,11 +101,17 @@ class Records:
         """Batches of all rows as a dataset, for Keras without ringtrain. Each iteration has the order of another epoch.
 
         Args:
+            batch_size: Rows of each batch but the last.
             seed: Of the order. None: that of the files.
             epoch: That the first iteration has the order of.
+
+        Raises:
+            DataError: Of a batch size that is no positive integer.
         """
         import tensorflow as tf
 
+        if not isinstance(batch_size, int | np.integer) or batch_size < 1:
+            raise DataError(f"Records.dataset: got batch_size {batch_size!r}, expected an integer of at least 1")
         passes = _Passes(RecordRows(self, shuffle=seed is not None), batch_size, seed or 0, epoch)
         order_of_next, num_rows, whole = _weakly(passes.order_of_next), len(self), len(self) // batch_size * batch_size
 
@@ -180,13 +192,11 @@ class RecordRows(NumberedRows):
         return {"files": files, "made by": "each rank, its rows alone"}
 
     def checksum(self) -> int:
-        """Checksum of the files' names, sizes and blocks, and of the first and the last row."""
-        blocks = [
-            (block.path.name, state_of(block.path)[0], block.number, block.num_rows) for block in self.records.blocks
-        ]
-        rows = self.records.values_of(np.array([0, len(self.records) - 1]))
-        content = [str(values.tolist()) for values in rows]
-        return zlib.crc32(f"{len(self)} {self.records.columns} {blocks} {content}".encode())
+        """Checksum of the files' names and sizes, of their own checksums, and of the first and the last row."""
+        records = self.records
+        blocks = [(block.path.name, state_of(block.path)[0], block.number, block.num_rows) for block in records.blocks]
+        rows = [str(values.tolist()) for values in records.values_of(np.array([0, len(records) - 1]))]
+        return zlib.crc32(f"{len(self)} {records.columns} {blocks} {records.files.checksum()} {rows}".encode())
 
     def rows(self, begin: int, end: int) -> Any:
         import tensorflow as tf

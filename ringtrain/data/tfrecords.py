@@ -15,6 +15,7 @@ import re
 import socket
 import struct
 import zipfile
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -165,14 +166,23 @@ def shards(folder: Path, stem: str) -> list[Path]:
 
 def record_starts(path: Path, unreadable: Unreadable) -> NDArray[np.int64]:
     """Returns the byte positions of a file's records up to a damaged one. Raises DataError unless it may be skipped."""
+    return starts_and_checksum(path, unreadable)[0]
+
+
+def starts_and_checksum(path: Path, unreadable: Unreadable) -> tuple[NDArray[np.int64], int]:
+    """Returns the same, and a checksum of the checksums that the file has of its records, without the last."""
     starts: list[int] = []
+    checksum = 0
     headers: list[bytes] = []
     position = 0
     try:
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             while position < size:
-                header = os.pread(file.fileno(), HEADER, position)
+                # The end of the record before comes along.
+                before = FOOTER if position else 0
+                read = os.pread(file.fileno(), before + HEADER, position - before)
+                checksum, header = zlib.crc32(read, checksum), read[before:]
                 starts.append(position)
                 headers.append(header)
                 if len(header) < HEADER:
@@ -180,7 +190,7 @@ def record_starts(path: Path, unreadable: Unreadable) -> NDArray[np.int64]:
                 position += HEADER + int.from_bytes(header[:8], "little") + FOOTER
     except OSError as error:
         unreadable.add(str(path), f"cannot be read: {error.strerror}")
-        return np.array([], np.int64)
+        return np.array([], np.int64), 0
     if not starts:
         unreadable.add(str(path), "contains no record")
     elif position != size:
@@ -189,7 +199,7 @@ def record_starts(path: Path, unreadable: Unreadable) -> NDArray[np.int64]:
         problem = "corrupt length: the records after it cannot be located" if wrong else "the file ends within it"
         unreadable.add(record_name(path, number), problem)
         del starts[number:]
-    return np.array(starts, np.int64)
+    return np.array(starts, np.int64), checksum
 
 
 def record_name(path: Path, number: int) -> str:

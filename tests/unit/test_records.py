@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
+import pickle
 import threading
 import time
 import weakref
@@ -338,3 +340,36 @@ def test_parquet(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [[1.0], [1.0, 2.0]]}), tmp_path / "lists.parquet")
     with pytest.raises((DataError, tf.errors.OpError), match="column a: lists of several lengths"):
         list(Records(tmp_path / "lists.parquet", inputs="a").dataset(500))
+
+
+def test_ranks_with_other_rows_in_files_of_equal_size_have_other_checksums(tmp_path: Path) -> None:
+    """The first and the last row are equal."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for number, middle in ((1, 5.0), (2, 6.0)):
+        table = pa.table({"x": [1.0, 3.0, middle]})
+        (tmp_path / f"parquet-{number}").mkdir()
+        pq.write_table(table, tmp_path / f"parquet-{number}" / "1", row_group_size=3)
+        pq.write_table(table.slice(0, 1), tmp_path / f"parquet-{number}" / "2")
+        (tmp_path / f"records-{number}").mkdir()
+        for name, values in (("1", table["x"].to_pylist()), ("2", [1.0])):
+            with tf.io.TFRecordWriter(str(tmp_path / f"records-{number}" / name)) as writer:
+                for value in values:
+                    writer.write(example(x=[value]))
+    for kind in ("parquet", "records"):
+        one, other = (RecordRows(Records(tmp_path / f"{kind}-{number}", "x"), shuffle=True) for number in (1, 2))
+        again = RecordRows(Records(tmp_path / f"{kind}-1", "x"), shuffle=True)
+        assert one.checksum() == again.checksum() != other.checksum()
+
+
+def test_a_copy_has_the_same_rows(folder: Path) -> None:
+    rows = records(folder)
+    for copied in (copy.deepcopy(rows), pickle.loads(pickle.dumps(rows))):
+        assert copied.cache is not rows.cache
+        seen = np.concatenate([y.numpy() for _, y in copied.dataset(32)])
+        assert seen.tolist() == np.concatenate([y.numpy() for _, y in rows.dataset(32)]).tolist()
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 2.5, "a"])
+def test_a_batch_size_that_is_none(folder: Path, batch_size: Any) -> None:
+    with pytest.raises(DataError, match="expected an integer of at least 1"):
+        records(folder).dataset(batch_size)
