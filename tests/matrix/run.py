@@ -26,8 +26,6 @@ FOLDER = Path(__file__).parent
 BIN = Path(sys.executable).parent
 TIMEOUT_S = 600
 VIRTUAL = {"train.virtual_ranks": 4}
-LAST_STEP = {"generator": 18, "generator_of_rank_0": 18}
-"""steps of a job; others have 21, or 18 where rows are held out"""
 TOLERANCE = 2e-3
 """of losses, relative; sums over ranks round otherwise"""
 
@@ -70,7 +68,7 @@ class Runs:
 
 def losses(result: str) -> np.ndarray:
     history = ast.literal_eval(result[result.index("{") :].replace("nan", "None"))
-    return np.array([history[name] for name in sorted(history)], float)
+    return np.concatenate([np.array(history[name], float) for name in sorted(history)])
 
 
 def equals_one_process(num: int) -> Callable[[Runs, str], str]:
@@ -145,7 +143,8 @@ def command(*words: str) -> Callable[[Runs, str], str]:
         own = runs.folder / words[0] / job
         own.mkdir(parents=True)
         script = [sys.executable, FOLDER / "jobs.py", job]
-        given = [word.format(folder=own, space=FOLDER / "space.toml") for word in words]
+        monitor = "g_loss" if job == "adversarial" else "loss"
+        given = [word.format(folder=own, space=FOLDER / "space.toml", monitor=monitor) for word in words]
         ended = subprocess.run(
             list(map(str, [BIN / "ringtrain", *given, "--", *script])),
             env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"},
@@ -173,7 +172,8 @@ COLUMNS: dict[str, Callable[[Runs, str], str]] = {
     "prove": command("prove", "-np", "2", "--steps", "4"),
     "tune": command("tune", "-np", "2", "--only", "update", "--budget", "5m"),
     "sweep": command(
-        "sweep", "-H", "localhost:2", "--space", "{space}", "--sampler", "grid", "--folder", "{folder}/trials"
+        *("sweep", "-H", "localhost:2", "--space", "{space}", "--sampler", "grid"),
+        *("--monitor", "{monitor}", "--folder", "{folder}/trials"),
     ),
 }
 
