@@ -5,10 +5,8 @@ A block is what is read at once: a row group of a Parquet file, or successive re
 
 from __future__ import annotations
 
-import glob
 import os
 import re
-import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.data import tfrecords
+from ringtrain.data import data_files, tfrecords
+from ringtrain.data.data_files import File, Remote
 from ringtrain.data.image_files import Unreadable
 from ringtrain.errors import DataError
 
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
 PARQUET, GZIP = b"PAR1", b"\x1f\x8b"
 """first bytes of a Parquet file, and of a compressed one"""
+FOOTER = 8
+"""last bytes of a Parquet file, after its metadata"""
 NUM_READERS = 16
 """threads that read the beginnings of files"""
 RECORDS_OF_BLOCK, BYTES_OF_BLOCK = 4096, 8 << 20
@@ -42,7 +43,7 @@ Columns = dict[str, NDArray[Any]]
 class Block(NamedTuple):
     """Successive rows of a file."""
 
-    path: Path
+    path: File
     number: int
     """of the row group, or of the first record"""
     start: int
@@ -56,56 +57,14 @@ class Block(NamedTuple):
         return f"{self.path}: {part}"
 
 
-def state_of(path: Path) -> tuple[int, int]:
-    """Size and time of change of a file; raises DataError if it cannot be read."""
-    try:
-        state = path.stat()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    return state.st_size, state.st_mtime_ns
-
-
-def files_of(files: str | Path | Sequence[str | Path]) -> list[Path]:
-    """Paths of the files that a path, folder, pattern, or a list of these stands for; folders and patterns are sorted.
-
-    Raises:
-        DataError: None, or a URL.
-    """
-    given = [files] if isinstance(files, str | Path) else list(files)
-    if not given:
-        raise DataError("ringtrain.Records: got no files, expected a path, a folder, a pattern, or several in a list")
-    paths: list[Path] = []
-    for text in map(str, given):
-        if "://" in text:
-            raise DataError(f"ringtrain.Records: got {text}, expected a local or mounted path")
-        names = [text] if Path(text).exists() else sorted(glob.glob(text, recursive=True))
-        found = [path for name in names for path in _files_in(Path(name))]
-        if not found:
-            raise DataError(f"ringtrain.Records: no file {text}")
-        paths += found
-    return paths
-
-
-def _files_in(path: Path) -> list[Path]:
-    """A file, or those in a folder and the folders in it."""
-    if not path.is_dir():
-        return [path]
-    return [file for file in sorted(path.rglob("*")) if file.is_file() and not _is_hidden(file.relative_to(path))]
-
-
-def _is_hidden(path: Path) -> bool:
-    """Returns whether a file name such as _SUCCESS or .crc marks a file without data."""
-    return any(part.startswith(("_", ".")) for part in path.parts)
-
-
 class ParquetFiles:
     """Columns of Parquet files; blocks are their row groups."""
 
     kind = "Parquet"
 
-    def __init__(self, paths: Sequence[Path], columns: Sequence[str]) -> None:
+    def __init__(self, paths: Sequence[File], columns: Sequence[str]) -> None:
         self.columns = columns
-        self._metadata: dict[Path, Any] = {}
+        self._metadata: dict[File, Any] = {}
         """of the first files, up to MAX_METADATA: to read it takes longer than to read a small block"""
         with ThreadPoolExecutor(NUM_READERS) as readers:
             of_files = list(readers.map(self._opened, paths))
@@ -114,44 +73,39 @@ class ParquetFiles:
             num_bytes += self._metadata[path].serialized_size
             if num_bytes > MAX_METADATA:
                 del self._metadata[path]
-        self.blocks = [block for blocks, _ in of_files for block in blocks]
+        self.blocks = [block for blocks, _, _ in of_files for block in blocks]
+        self._checksums = [checksum for _, _, checksum in of_files]
         # A file without rows may have any types.
-        schemas = [(blocks[0].path, schema) for blocks, schema in of_files if blocks]
+        schemas = [(blocks[0].path, schema) for blocks, schema, _ in of_files if blocks]
         for path, schema in schemas:
             first, expected = schemas[0]
             for name in columns:
                 if _decoded(schema[name]) != _decoded(expected[name]):
                     raise DataError(f"{path}: column {name} is {schema[name]}, expected {expected[name]} as in {first}")
 
-    def _opened(self, path: Path) -> tuple[list[Block], dict[str, Any]]:
-        """Blocks of a file, and the types of its columns."""
-        import pyarrow as pa
+    def _opened(self, path: File) -> tuple[list[Block], dict[str, Any], int]:
+        """Blocks of a file, the types of its columns, and a checksum of its footer."""
         import pyarrow.parquet as pq
 
-        try:
-            file = pq.ParquetFile(path)
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{path}: cannot be read as Parquet: {_in_one_line(error)}") from error
-        with file:
-            names = file.schema_arrow.names
-            missing = [name for name in self.columns if name not in names]
-            if missing:
-                raise DataError(f"{path}: has no column {missing[0]}: it has {', '.join(names)}")
-            schema = {name: file.schema_arrow.field(name).type for name in self.columns}
-            sizes = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
-            blocks = [Block(path, number, -1, num_rows) for number, num_rows in enumerate(sizes) if num_rows]
-            self._metadata[path] = file.metadata
-        return blocks, schema
+        def read() -> tuple[Any, Any, int]:
+            with data_files.opened(path) as file:
+                with pq.ParquetFile(file) as parquet:
+                    metadata, types = parquet.metadata, parquet.schema_arrow
+                file.seek(-metadata.serialized_size - FOOTER, os.SEEK_END)
+                return metadata, types, zlib.crc32(file.read())
+
+        metadata, types, checksum = data_files.again(read, path, f"{path}: cannot be read as Parquet")
+        missing = [name for name in self.columns if name not in types.names]
+        if missing:
+            raise DataError(f"{path}: has no column {missing[0]}: it has {', '.join(types.names)}")
+        sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        blocks = [Block(path, number, -1, num_rows) for number, num_rows in enumerate(sizes) if num_rows]
+        self._metadata[path] = metadata
+        return blocks, {name: types.field(name).type for name in self.columns}, checksum
 
     def checksum(self) -> int:
         """Checksum of the files' footers, which have size and, mostly, extremes of each column in each block."""
-        found = 0
-        for path in dict.fromkeys(block.path for block in self.blocks):
-            with path.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                (length,) = struct.unpack("<I", os.pread(file.fileno(), 4, size - 8))
-                found = zlib.crc32(os.pread(file.fileno(), length, size - 8 - length), found)
-        return found
+        return zlib.crc32(str(self._checksums).encode())
 
     def read(self, block: Block) -> Columns:
         """Values of a block.
@@ -159,15 +113,19 @@ class ParquetFiles:
         Raises:
             DataError: The file is damaged, or a value is missing.
         """
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        try:
-            known = self._metadata.get(block.path)
-            with pq.ParquetFile(block.path, metadata=known, page_checksum_verification=True) as file:
-                table = file.read_row_group(block.number, columns=list(self.columns), use_threads=False)
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{block.name} cannot be read: {_in_one_line(error)}") from error
+        # Of a file behind a URL, neighbouring columns are one request.
+        options = {"pre_buffer": isinstance(block.path, Remote), "page_checksum_verification": True}
+
+        def read() -> Any:
+            with (
+                data_files.opened(block.path) as file,
+                pq.ParquetFile(file, metadata=self._metadata.get(block.path), **options) as parquet,
+            ):
+                return parquet.read_row_group(block.number, columns=list(self.columns), use_threads=False)
+
+        table = data_files.again(read, block.path, f"{block.name} cannot be read")
         return {
             name: _values(table.column(name).combine_chunks(), f"{block.name}: column {name}") for name in self.columns
         }
@@ -220,16 +178,20 @@ class RecordFiles:
 
     kind = "TFRecord"
 
-    def __init__(self, paths: Sequence[Path], columns: Sequence[str], features: Mapping[str, Any] | None) -> None:
+    def __init__(self, paths: Sequence[File], columns: Sequence[str], features: Mapping[str, Any] | None) -> None:
         import tensorflow as tf
 
+        local = [path for path in paths if isinstance(path, Path)]
+        if len(local) < len(paths):
+            remote = next(path for path in paths if isinstance(path, Remote))
+            raise DataError(f"{remote}: is no Parquet file, and others are read from local or mounted paths alone")
+        local = [path for path in local if data_files.state_of(path)[0]]
         damaged = _Damaged(skip=False)
-        paths = [path for path in paths if state_of(path)[0]]
         with ThreadPoolExecutor(NUM_READERS) as readers:
-            of_files = list(readers.map(lambda path: tfrecords.starts_and_checksum(path, damaged), paths))
+            of_files = list(readers.map(lambda path: tfrecords.starts_and_checksum(path, damaged), local))
         self._checksums = [checksum for _, checksum in of_files]
         starts = [starts for starts, _ in of_files]
-        self.blocks = [block for path, of_file in zip(paths, starts, strict=True) for block in _blocks(path, of_file)]
+        self.blocks = [block for path, of_file in zip(local, starts, strict=True) for block in _blocks(path, of_file)]
         if not self.blocks:
             return
         known = dict(features) if features else _features_of(self.blocks[0])
@@ -245,7 +207,7 @@ class RecordFiles:
         """Checksum of the checksums that the files have of their records."""
         found = zlib.crc32(str(self._checksums).encode())
         for path in dict.fromkeys(block.path for block in self.blocks):
-            with path.open("rb") as file:
+            with data_files.opened(path) as file:
                 file.seek(-tfrecords.FOOTER, os.SEEK_END)
                 found = zlib.crc32(file.read(), found)
         return found
@@ -319,13 +281,16 @@ def opened(
     Raises:
         DataError: They cannot be read, or have no rows.
     """
-    paths = files_of(files)
-    compressed = [path for path in paths if _begins_with(path, GZIP)]
+    paths = data_files.files_of(files)
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        first = [*readers.map(lambda path: data_files.first_bytes(path, len(PARQUET)), paths)]
+    begins = dict(zip(paths, first, strict=True))
+    compressed = [path for path in paths if begins[path].startswith(GZIP)]
     if compressed:
         raise DataError(f"{compressed[0]}: is compressed with gzip: write it without")
-    are_parquet = {path: _begins_with(path, PARQUET) for path in paths}
+    are_parquet = {path: begins[path] == PARQUET for path in paths}
     if len({*are_parquet.values()}) > 1:
-        empty = [path for path in paths if not state_of(path)[0]]
+        empty = [path for path in paths if not begins[path]]
         if empty:
             raise DataError(f"{empty[0]}: is empty, which no Parquet file is")
         other = next(path for path in paths if are_parquet[path] != are_parquet[paths[0]])
@@ -342,14 +307,6 @@ def opened(
     if not found.blocks:
         raise DataError(f"ringtrain.Records: no row in {len(paths)} files, expected at least one: {paths[0]}")
     return found
-
-
-def _begins_with(path: Path, magic: bytes) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(magic)) == magic
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _in_one_line(error: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 from ringtrain.data import pipeline_graph, sharding
 from ringtrain.data.arrays import NumberedRows
 from ringtrain.data.block_cache import BlockCache, num_bytes
-from ringtrain.data.record_files import Columns, opened, state_of
+from ringtrain.data.data_files import state_of
+from ringtrain.data.record_files import Columns, opened
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -36,7 +38,8 @@ class Records:
     their rows, and a batch has rows of `lanes` blocks. A resumed run continues within an epoch and reads nothing twice.
 
     Args:
-        files: Path of a file, of a folder, or a pattern such as "rows/*.parquet", or several in a list.
+        files: Path of a file, of a folder, or a pattern such as "rows/*.parquet", or several in a list. Also a URL such
+            as "s3://bucket/rows" of Parquet files, for which the package of its file system is installed (s3fs).
         inputs: Column of the inputs x. A list of columns is one array with these columns; a dict, several inputs.
         target: The same for y. None: there are no targets.
         weight: Column with the weight of each row.
@@ -74,12 +77,15 @@ class Records:
         self.transform = transform
         self.parts = [*_parts_of(self.nest)]
         self.columns = sorted({name for part in self.parts for name in _names_in(part)})
+        random_state = random.getstate()
         self.files = opened(files, self.columns, features)
         self.blocks = self.files.blocks
-        self._states = {path: state_of(path) for path in {block.path for block in self.blocks}}
+        self.states = {path: state_of(path) for path in dict.fromkeys(block.path for block in self.blocks)}
+        """size and version of each file"""
         self.starts = np.cumsum([0, *(block.num_rows for block in self.blocks)])
         # Memory follows from a block as it is read: files may be compressed.
         first = self._read(0)
+        random.setstate(random_state)  # which a store's library may use when it tries again, and Keras for weights
         self.specs = [(values.dtype, values.shape[1:]) for values in first]
         """dtype of each part, and shape of its rows"""
         self.bytes_of_row = num_bytes(first) / self.blocks[0].num_rows
@@ -157,9 +163,11 @@ class Records:
 
     def _read(self, number: int) -> list[NDArray[Any]]:
         block = self.blocks[number]
-        columns = self.files.read(block)
-        if state_of(block.path) != self._states[block.path]:
-            raise DataError(f"{block.path}: has changed since it was opened")
+        try:
+            columns = self.files.read(block)
+        finally:  # a file that has changed may be read, or look damaged
+            if state_of(block.path) != self.states[block.path]:
+                raise DataError(f"{block.path}: has changed since it was opened")
         return [_joined(part, columns) for part in self.parts]
 
     def start(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -194,9 +202,10 @@ class RecordRows(NumberedRows):
     def checksum(self) -> int:
         """Checksum of the files' names and sizes, of their own checksums, and of the first and the last row."""
         records = self.records
-        blocks = [(block.path.name, state_of(block.path)[0], block.number, block.num_rows) for block in records.blocks]
+        files = [(path.name, size) for path, (size, _) in records.states.items()]
+        blocks = [(block.path.name, block.number, block.num_rows) for block in records.blocks]
         rows = [str(values.tolist()) for values in records.values_of(np.array([0, len(records) - 1]))]
-        return zlib.crc32(f"{len(self)} {records.columns} {blocks} {records.files.checksum()} {rows}".encode())
+        return zlib.crc32(f"{len(self)} {records.columns} {files} {blocks} {records.files.checksum()} {rows}".encode())
 
     def rows(self, begin: int, end: int) -> Any:
         import tensorflow as tf

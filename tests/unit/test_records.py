@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import pickle
+import random
 import threading
 import time
 import weakref
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.data import record_files, sharding
+from ringtrain.data import data_files, record_files, sharding
 from ringtrain.data.block_cache import BlockCache, num_bytes
 from ringtrain.data.parts import Parts
 from ringtrain.data.records import LANES, RecordRows, Records
@@ -261,7 +262,7 @@ def test_what_cannot_be_read_is_said_in_one_line(folder: Path, tmp_path: Path) -
     wrong: dict[str, dict[str, Any]] = {
         "no file .*/nothing-": {"files": tmp_path / "nothing-*"},
         "no file .*/empty": {"files": tmp_path / "empty"},
-        "got s3://bucket/rows, expected a local": {"files": "s3://bucket/rows"},
+        "none://bucket/rows: ": {"files": "none://bucket/rows"},
         "part-0.tfrecord: has no feature z: it has id, text, x": {"files": first, "inputs": "z"},
         "first: records from 0 on cannot be read as tf.train.Example: corrupted record": {
             "files": changed("first", 40)
@@ -359,6 +360,69 @@ def test_ranks_with_other_rows_in_files_of_equal_size_have_other_checksums(tmp_p
         one, other = (RecordRows(Records(tmp_path / f"{kind}-{number}", "x"), shuffle=True) for number in (1, 2))
         again = RecordRows(Records(tmp_path / f"{kind}-1", "x"), shuffle=True)
         assert one.checksum() == again.checksum() != other.checksum()
+
+
+def test_parquet_behind_a_url_is_read_in_spite_of_errors_that_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that fails at every third request, then an object that changes, access that ends, and other files."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    fsspec = pytest.importorskip("fsspec")
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class Store(MemoryFileSystem):
+        protocol, store, pseudo_dirs, cachable = ("odd",), {}, [""], False
+        requests, error = 0, None
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return super()._strip_protocol(path.replace("odd://", "memory://"))
+
+        def _open(self, *args: Any, **options: Any) -> Any:
+            if options["mode"] != "rb":
+                return super()._open(*args, **options)
+            Store.requests += 1
+            if Store.error:
+                raise Store.error
+            random.random()  # as a store's library that waits
+            if Store.requests % 3 == 0:
+                raise OSError(f"request {Store.requests}: slow down")
+            return super()._open(*args, **options)
+
+    fsspec.register_implementation("odd", Store, clobber=True)
+    monkeypatch.setattr(data_files, "FIRST_PAUSE_S", 0.001)
+    for number in range(3):
+        table = pa.table({"x": np.arange(100.0) + 100 * number, "y": np.arange(100)})
+        pq.write_table(table, tmp_path / f"{number}.parquet", row_group_size=9)
+        Store().pipe_file(f"/rows/part-{number}.parquet", (tmp_path / f"{number}.parquet").read_bytes())
+    Store().pipe_file("/rows/_SUCCESS", b"")
+
+    def passes(files: Any) -> list[Any]:
+        return [x.tolist() for x, _ in Records(files, "x", "y").dataset(32, seed=3).as_numpy_iterator()]
+
+    local = passes(tmp_path)
+    assert len(local) == 10
+    for files in ("odd://rows", "odd://rows/*.parquet", [f"odd://rows/part-{number}.parquet" for number in range(3)]):
+        assert passes(files) == local
+    assert Store.requests > 100
+    random.seed(1)
+    Records("odd://rows", "x", "y")
+    assert random.random() == random.Random(1).random()
+
+    rows = Records("odd://rows", "x", "y")
+    Store().pipe_file("/rows/part-1.parquet", (tmp_path / "2.parquet").read_bytes())
+    with pytest.raises(tf.errors.OpError, match=r"odd://.*part-1.parquet: has changed since it was opened"):
+        list(rows.dataset(32))
+    Store.error, Store.requests = PermissionError("the token has expired"), 0
+    with pytest.raises(DataError, match=r"^odd://.*cannot be read: the token has expired$"):
+        Records("odd://rows", "x", "y")
+    assert Store.requests <= 3  # of three files, each once
+    Store.error = None
+    Store().pipe_file("/rows/part-9", b"no Parquet")
+    with pytest.raises(DataError, match="are not of one kind"):
+        Records("odd://rows", "x", "y")
+    with pytest.raises(DataError, match="read from local or mounted paths alone"):
+        Records("odd://rows/part-9", "x", "y")
 
 
 def test_a_copy_has_the_same_rows(folder: Path) -> None:
