@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from numpy.typing import NDArray
 
+from ringtrain.errors import DataError
+
 NUM_THREADS = 2
+END_LIMIT_S = 5.0
+"""for what waits for a block when the process ends"""
 BYTES_OF_OBJECT = 33
 """memory of an object of bytes besides its content"""
 Values = list[NDArray[Any]]
@@ -46,11 +52,8 @@ class BlockCache:
         self._sizes: dict[int, int] = {}
         """bytes of the blocks that are read"""
         self._lock = threading.Lock()
-        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        # They end with the cache, and do not keep the process from its end.
-        for _ in range(NUM_THREADS):
-            threading.Thread(target=_read_all, args=(self._waiting,), name="ringtrain-blocks", daemon=True).start()
-            weakref.finalize(self, self._waiting.put, None).atexit = False
+        self._readers = _Readers()
+        weakref.finalize(self, self._readers.close)  # with the cache, or before the process ends
 
     def start(self, numbers: Iterable[int]) -> None:
         """Starts to read blocks that are not there."""
@@ -71,6 +74,7 @@ class BlockCache:
                     self._used[number] = self._ahead.pop(number)
                 self._used.move_to_end(number)
             futures = {number: self._used[number] for number in wanted}
+            self._readers.num_waiting += 1
         try:
             blocks = {number: future.result() for number, future in futures.items()}
         except Exception:  # the next time, it may be there
@@ -78,6 +82,9 @@ class BlockCache:
                 for number in wanted:
                     self._used.pop(number, None)
             raise
+        finally:
+            with self._lock:
+                self._readers.num_waiting -= 1
         with self._lock:
             self._drop(wanted)
         return blocks
@@ -85,9 +92,7 @@ class BlockCache:
     def _start(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             if number not in self._used and number not in self._ahead:
-                future: Future[Values] = Future()
-                self._ahead[number] = future
-                self._waiting.put((future, self.read, number))
+                self._ahead[number] = self._readers.start(self.read, number)
                 self.num_read += 1
 
     def _drop(self, kept: Iterable[int]) -> None:
@@ -114,15 +119,49 @@ class BlockCache:
         return left
 
 
-def _read_all(waiting: queue.SimpleQueue[Any]) -> None:
-    """Reads the blocks that are put into a queue, up to None."""
-    while True:
-        work = waiting.get()
-        if work is None:
-            return
-        future, read, number = work
-        try:
-            future.set_result(read(number))
-        except BaseException as error:
-            future.set_exception(error)
-        del work, future, read  # a thread that waits must not keep the cache alive
+class _Readers:
+    """Threads that read blocks. They do not keep a process from its end, nor the cache alive."""
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+        """threads that wait for a block"""
+        self._is_closed, self._open_futures = False, set[Future[Values]]()
+        self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        for _ in range(NUM_THREADS):
+            threading.Thread(target=self._read_all, name="ringtrain-blocks", daemon=True).start()
+
+    def start(self, read: Callable[[int], Values], number: int) -> Future[Values]:
+        future: Future[Values] = Future()
+        self._open_futures.add(future)
+        self._work.put((future, read, number))
+        if self._is_closed:
+            self.close()
+        return future
+
+    def close(self) -> None:
+        """Ends the threads, and what waits for a block: TensorFlow would wait for it when the process ends."""
+        self._is_closed = True
+        for _ in range(NUM_THREADS):
+            self._work.put(None)
+        for future in [*self._open_futures]:
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(DataError("ringtrain.Records: the process ends"))
+        deadline = time.monotonic() + END_LIMIT_S
+        while self.num_waiting > 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _read_all(self) -> None:
+        while not self._is_closed:
+            work = self._work.get()
+            if work is None:
+                return
+            future, read, number = work
+            with contextlib.suppress(InvalidStateError):
+                try:
+                    future.set_result(read(number))
+                except InvalidStateError:
+                    raise
+                except BaseException as error:
+                    future.set_exception(error)
+            self._open_futures.discard(future)
+            del work, future, read  # a thread that waits must not keep the cache alive

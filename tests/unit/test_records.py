@@ -7,6 +7,8 @@ import gc
 import itertools
 import pickle
 import random
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -423,6 +425,24 @@ def test_parquet_behind_a_url_is_read_in_spite_of_errors_that_pass(
         Records("odd://rows", "x", "y")
     with pytest.raises(DataError, match="read from local or mounted paths alone"):
         Records("odd://rows/part-9", "x", "y")
+
+
+LEFT = """
+import sys, time
+from ringtrain import Records
+rows = Records(sys.argv[1], "x", memory_mb=1)
+read = rows.cache.read
+rows.cache.read = lambda number: read(number) if number < 2 else time.sleep(1000)
+batches = iter(rows.dataset(8))
+print("read", next(batches)[0].shape)
+"""
+
+
+def test_a_process_ends_while_blocks_are_read(folder: Path) -> None:
+    """An iterator is left that waits for a block which never comes."""
+    command = [sys.executable, "-c", LEFT, str(folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 0 and "read (8, 2)" in ended.stdout, ended.stderr[-3000:]
 
 
 def test_a_copy_has_the_same_rows(folder: Path) -> None:
