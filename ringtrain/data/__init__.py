@@ -11,7 +11,9 @@ spark_rows:     rows that Spark streams to this rank
 arrays:         arrays as Keras' fit takes them, and a rank's rows of each global batch
 records:        rows of Parquet and TFRecord files
 record_files:   blocks of these files, and the columns of one block
+data_files:     files behind paths and URLs
 block_cache:    blocks in memory, read ahead
+python_calls:   functions that threads of tf.data call, also while the process ends
 in_place:       rows of large NumPy arrays, read where they are
 host_memory:    large arrays in memory once per host
 parts:          a rank's parts of a batch, and the header of its rows

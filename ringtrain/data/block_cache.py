@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -14,11 +13,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from ringtrain.data import python_calls
 from ringtrain.errors import DataError
 
 NUM_THREADS = 2
-END_LIMIT_S = 5.0
-"""for what waits for a block when the process ends"""
 BYTES_OF_OBJECT = 33
 """memory of an object of bytes besides its content"""
 Values = list[NDArray[Any]]
@@ -53,7 +51,7 @@ class BlockCache:
         """bytes of the blocks that are read"""
         self._lock = threading.Lock()
         self._readers = _Readers()
-        weakref.finalize(self, self._readers.close)  # with the cache, or before the process ends
+        weakref.finalize(self, self._readers.close).atexit = False  # then, python_calls does
 
     def start(self, numbers: Iterable[int]) -> None:
         """Starts to read blocks that are not there."""
@@ -74,7 +72,6 @@ class BlockCache:
                     self._used[number] = self._ahead.pop(number)
                 self._used.move_to_end(number)
             futures = {number: self._used[number] for number in wanted}
-            self._readers.num_waiting += 1
         try:
             blocks = {number: future.result() for number, future in futures.items()}
         except Exception:  # the next time, it may be there
@@ -82,9 +79,6 @@ class BlockCache:
                 for number in wanted:
                     self._used.pop(number, None)
             raise
-        finally:
-            with self._lock:
-                self._readers.num_waiting -= 1
         with self._lock:
             self._drop(wanted)
         return blocks
@@ -123,8 +117,7 @@ class _Readers:
     """Threads that read blocks. They do not keep a process from its end, nor the cache alive."""
 
     def __init__(self) -> None:
-        self.num_waiting = 0
-        """threads that wait for a block"""
+        python_calls.close_at_end.add(self)
         self._is_closed, self._open_futures = False, set[Future[Values]]()
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for _ in range(NUM_THREADS):
@@ -139,16 +132,13 @@ class _Readers:
         return future
 
     def close(self) -> None:
-        """Ends the threads, and what waits for a block: TensorFlow would wait for it when the process ends."""
+        """Ends the threads, and what waits for a block."""
         self._is_closed = True
         for _ in range(NUM_THREADS):
             self._work.put(None)
         for future in [*self._open_futures]:
             with contextlib.suppress(InvalidStateError):
                 future.set_exception(DataError("ringtrain.Records: the process ends"))
-        deadline = time.monotonic() + END_LIMIT_S
-        while self.num_waiting > 0 and time.monotonic() < deadline:
-            time.sleep(0.01)
 
     def _read_all(self) -> None:
         while not self._is_closed:

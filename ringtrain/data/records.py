@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from ringtrain.data import pipeline_graph, sharding
 from ringtrain.data.arrays import NumberedRows
 from ringtrain.data.block_cache import BlockCache, num_bytes
 from ringtrain.data.data_files import state_of
+from ringtrain.data.python_calls import of_tensorflow, weakly
 from ringtrain.data.record_files import Columns, opened
 from ringtrain.errors import DataError
 
@@ -92,13 +92,13 @@ class Records:
         max_bytes = int(memory_mb * 2**20)
         of_largest = self.bytes_of_row * max(block.num_rows for block in self.blocks)
         self.lanes = next((number for number in LANES if 2 * number * of_largest <= max_bytes), 1)
-        self.cache = BlockCache(_weakly(self.block), max_bytes)
+        self.cache = BlockCache(weakly(self.block), max_bytes)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"cache": self.cache.max_bytes}  # of a copy: its own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, cache=BlockCache(_weakly(self.block), state["cache"]))
+        self.__dict__.update(state, cache=BlockCache(weakly(self.block), state["cache"]))
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -119,7 +119,8 @@ class Records:
         if not isinstance(batch_size, int | np.integer) or batch_size < 1:
             raise DataError(f"Records.dataset: got batch_size {batch_size!r}, expected an integer of at least 1")
         passes = _Passes(RecordRows(self, shuffle=seed is not None), batch_size, seed or 0, epoch)
-        order_of_next, num_rows, whole = _weakly(passes.order_of_next), len(self), len(self) // batch_size * batch_size
+        order_of_next = of_tensorflow(passes.order_of_next)
+        num_rows, whole = len(self), len(self) // batch_size * batch_size
 
         def of_pass(_: tf.Tensor) -> tf.data.Dataset:  # called when an iterator is made
             order = tf.ensure_shape(tf.numpy_function(order_of_next, [], tf.int64), [num_rows])
@@ -232,7 +233,7 @@ class RecordRows(NumberedRows):
 
         records, specs = self.records, self.records.specs
         dtypes = [tf.string if dtype.kind == "O" else tf.as_dtype(dtype) for dtype, _ in specs]
-        start, values_of = _weakly(records.start), _weakly(records.values_of)
+        start, values_of = of_tensorflow(records.start), of_tensorflow(records.values_of)
 
         def started(epoch: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
             return tf.ensure_shape(tf.numpy_function(start, [numbers], tf.int64), numbers.shape)
@@ -270,17 +271,6 @@ class _Passes:
 
     def order_of_next(self) -> NDArray[np.int64]:
         return self.rows.order_of_pass(*self._how, next(self._epochs))
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A bound method for `tf.numpy_function`, which keeps what it is given until the process ends."""
-    reference = weakref.WeakMethod(method)
-
-    def called(*arguments: Any) -> Any:
-        bound: Any = reference()
-        return bound(*arguments)
-
-    return called
 
 
 def _parts_of(nest: Any) -> Iterator[Any]:

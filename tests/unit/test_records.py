@@ -432,15 +432,16 @@ import sys, time
 from ringtrain import Records
 rows = Records(sys.argv[1], "x", memory_mb=1)
 read = rows.cache.read
-rows.cache.read = lambda number: read(number) if number < 2 else time.sleep(1000)
+rows.cache.read = lambda number: read(number) if number < 2 else EXPRESSION
 batches = iter(rows.dataset(8))
 print("read", next(batches)[0].shape)
 """
 
 
-def test_a_process_ends_while_blocks_are_read(folder: Path) -> None:
-    """An iterator is left that waits for a block which never comes."""
-    command = [sys.executable, "-c", LEFT, str(folder)]
+@pytest.mark.parametrize("expression", ["time.sleep(1000)", "1 / 0"])
+def test_a_process_ends_while_blocks_are_read(folder: Path, expression: str) -> None:
+    """An iterator is left that waits for a block which never comes, or reads on after errors."""
+    command = [sys.executable, "-c", LEFT.replace("EXPRESSION", expression), str(folder)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 0 and "read (8, 2)" in ended.stdout, ended.stderr[-3000:]
 

@@ -1,0 +1,74 @@
+"""Python functions that threads of tf.data call by `tf.numpy_function`, also while the process ends.
+
+An iterator that nothing has deleted reads ahead until Python has ended: a call that waits then waits for ever, and one
+that returns then ends the process by a signal. So what calls wait for is closed before, and their end awaited.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+END_LIMIT_S = 5.0
+QUIET_S = 0.1
+"""without a call, until no other is expected"""
+close_at_end: weakref.WeakSet[Any] = weakref.WeakSet()
+"""objects whose `close` ends what calls wait for"""
+
+
+class _Calls:
+    """Calls that are under way."""
+
+    def __init__(self) -> None:
+        self._lock, self._num_open, self._last_end = threading.Lock(), 0, 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_open += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_open -= 1
+            self._last_end = time.monotonic()
+
+    def wait(self) -> None:
+        """Waits until there is none, and no other comes."""
+        deadline = time.monotonic() + END_LIMIT_S
+        while time.monotonic() < deadline and (self._num_open or time.monotonic() - self._last_end < QUIET_S):
+            time.sleep(QUIET_S / 5)
+
+
+_calls = _Calls()
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method that does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def called(*arguments: Any) -> Any:
+        bound: Any = reference()
+        return bound(*arguments)
+
+    return called
+
+
+def of_tensorflow(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method for `tf.numpy_function`, which keeps what it is given until the process ends."""
+    bound = weakly(method)
+
+    def called(*arguments: Any) -> Any:
+        with _calls:
+            return bound(*arguments)
+
+    return called
+
+
+@atexit.register
+def _end() -> None:
+    for one in [*close_at_end]:
+        one.close()
+    _calls.wait()
