@@ -24,7 +24,7 @@ HANDED_OVER = {"resumed_by_other_ranks", "seeds_go_on_with_another_number_of_ran
 def _jobs() -> dict[str, dict[str, Any]]:
     """Names of all jobs, with their marks: most are for one number of ranks, to which another one adds nothing.
 
-    Batches of 32 are cut into equal parts on 2 ranks, and unequal ones on 3, which get half of the jobs each day.
+    Batches of 32 are cut into equal parts on 2 ranks, and unequal ones on 3, which get a third of the jobs each day.
     """
     jobs = {}
     # Those of the configured trainer first: it sets the threads of TensorFlow, which nothing may have used before.
@@ -45,7 +45,7 @@ ringtrain.fit(model, np.ones((32, 4)), np.ones((32, 1)), verbose=0)
 def _cases() -> Iterator[Any]:
     for np in (2, 3):
         for name, marks in NAMES.items():
-            is_due = np == 2 or marks != {"quick": False} or sample.is_due(name)
+            is_due = np == 2 or marks != {"quick": False} or sample.is_due(name, one_in=3)
             if marks.get("np", np) == np and is_due:
                 yield pytest.param(np, name, marks=[pytest.mark.quick] if marks["quick"] else [])
 
