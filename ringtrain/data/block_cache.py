@@ -98,7 +98,8 @@ class BlockCache:
             for number, future in blocks.items():
                 if number not in self._sizes and future.done() and not future.exception():
                     self._sizes[number] = num_bytes(future.result())
-        self._sizes = {number: size for number, size in self._sizes.items() if number in self._used | self._ahead}
+        known = self._used.keys() | self._ahead.keys()
+        self._sizes = {number: size for number, size in self._sizes.items() if number in known}
         ahead = self._dropped(self._ahead, self.max_bytes // 2, ())
         self._dropped(self._used, self.max_bytes - ahead, {*kept})
 

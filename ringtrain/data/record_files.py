@@ -9,7 +9,6 @@ import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,8 +27,6 @@ PARQUET, GZIP = b"PAR1", b"\x1f\x8b"
 """first bytes of a Parquet file, and of a compressed one"""
 FOOTER = 8
 """last bytes of a Parquet file, after its metadata"""
-NUM_READERS = 16
-"""threads that read the beginnings of files"""
 RECORDS_OF_BLOCK, BYTES_OF_BLOCK = 4096, 8 << 20
 """limits of a block of TFRecords"""
 MAX_METADATA = 64 << 20
@@ -66,8 +63,8 @@ class ParquetFiles:
         self.columns = columns
         self._metadata: dict[File, Any] = {}
         """of the first files, up to MAX_METADATA: to read it takes longer than to read a small block"""
-        with ThreadPoolExecutor(NUM_READERS) as readers:
-            of_files = list(readers.map(self._opened, paths))
+        opened_files = data_files.of_each(self._opened, paths)
+        of_files = [opened_files[path] for path in paths]
         num_bytes = 0
         for path in dict.fromkeys(paths):
             num_bytes += self._metadata[path].serialized_size
@@ -187,8 +184,8 @@ class RecordFiles:
             raise DataError(f"{remote}: is no Parquet file, and others are read from local or mounted paths alone")
         local = [path for path in local if data_files.state_of(path)[0]]
         damaged = _Damaged(skip=False)
-        with ThreadPoolExecutor(NUM_READERS) as readers:
-            of_files = list(readers.map(lambda path: tfrecords.starts_and_checksum(path, damaged), local))
+        scanned = data_files.of_each(lambda path: tfrecords.starts_and_checksum(path, damaged), local)
+        of_files = [scanned[path] for path in local]
         self._checksums = [checksum for _, checksum in of_files]
         starts = [starts for starts, _ in of_files]
         self.blocks = [block for path, of_file in zip(local, starts, strict=True) for block in _blocks(path, of_file)]
@@ -282,9 +279,7 @@ def opened(
         DataError: They cannot be read, or have no rows.
     """
     paths = data_files.files_of(files)
-    with ThreadPoolExecutor(NUM_READERS) as readers:
-        first = [*readers.map(lambda path: data_files.first_bytes(path, len(PARQUET)), paths)]
-    begins = dict(zip(paths, first, strict=True))
+    begins = data_files.of_each(lambda path: data_files.first_bytes(path, len(PARQUET)), paths)
     compressed = [path for path in paths if begins[path].startswith(GZIP)]
     if compressed:
         raise DataError(f"{compressed[0]}: is compressed with gzip: write it without")

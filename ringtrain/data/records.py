@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ringtrain.data import pipeline_graph, sharding
 from ringtrain.data.arrays import NumberedRows
 from ringtrain.data.block_cache import BlockCache, num_bytes
-from ringtrain.data.data_files import state_of
+from ringtrain.data.data_files import of_each, state_of
 from ringtrain.data.python_calls import of_tensorflow, weakly
 from ringtrain.data.record_files import Columns, opened
 from ringtrain.errors import DataError
@@ -80,7 +80,7 @@ class Records:
         random_state = random.getstate()
         self.files = opened(files, self.columns, features)
         self.blocks = self.files.blocks
-        self.states = {path: state_of(path) for path in dict.fromkeys(block.path for block in self.blocks)}
+        self.states = of_each(state_of, (block.path for block in self.blocks))
         """size and version of each file"""
         self.starts = np.cumsum([0, *(block.num_rows for block in self.blocks)])
         # Memory follows from a block as it is read: files may be compressed.
