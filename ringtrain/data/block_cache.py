@@ -142,17 +142,21 @@ class _Readers:
                 future.set_exception(DataError("ringtrain.Records: the process ends"))
 
     def _read_all(self) -> None:
-        while not self._is_closed:
-            work = self._work.get()
-            if work is None:
-                return
-            future, read, number = work
-            with contextlib.suppress(InvalidStateError):
-                try:
-                    future.set_result(read(number))
-                except InvalidStateError:
-                    raise
-                except BaseException as error:
-                    future.set_exception(error)
-            self._open_futures.discard(future)
-            del work, future, read  # a thread that waits must not keep the cache alive
+        is_closed = False
+        while not is_closed:
+            is_closed = self._read_next(self._work.get())
+
+    def _read_next(self, work: Any) -> bool:
+        """Reads a block; returns whether there is none. Its names end here: a waiting thread keeps nothing alive."""
+        if work is None:
+            return True
+        future, read, number = work
+        settle: Callable[[Any], None]
+        try:
+            settle, outcome = future.set_result, read(number)
+        except BaseException as error:
+            settle, outcome = future.set_exception, error
+        with contextlib.suppress(InvalidStateError):  # it was closed meanwhile
+            settle(outcome)
+        self._open_futures.discard(future)
+        return self._is_closed

@@ -91,7 +91,7 @@ def state_of(path: File) -> tuple[int, str]:
         found = path.store.info(path.path)
         return int(found["size"]), str([found.get(tag) for tag in TAGS])
 
-    return again(read, path, f"{path}: cannot be read")
+    return with_retries(read, path, f"{path}: cannot be read")
 
 
 def of_each(function: Callable[[AnyFile], Result], paths: Iterable[AnyFile]) -> dict[AnyFile, Result]:
@@ -105,18 +105,18 @@ def first_bytes(path: File, number: int) -> bytes:
     """The first bytes of a file; raises DataError if it cannot be read."""
 
     def read() -> bytes:
-        with opened(path) as file:
+        with open_file(path) as file:
             return bytes(file.read(number))
 
-    return again(read, path, f"{path}: cannot be read")
+    return with_retries(read, path, f"{path}: cannot be read")
 
 
-def opened(path: File) -> Any:
+def open_file(path: File) -> Any:
     """A file, opened to be read in binary. What is read behind a URL is not kept."""
     return path.open("rb") if isinstance(path, Path) else path.store.open(path.path, "rb", cache_type="none")
 
 
-def again(read: Callable[[], Result], path: File, message: str) -> Result:
+def with_retries(read: Callable[[], Result], path: File, message: str) -> Result:
     """Calls `read`, several times if the file is behind a URL and the error may pass.
 
     Raises:
@@ -171,7 +171,7 @@ def _behind_url(url: str) -> list[File]:
                 names.append(name)
         return [Remote(store.unstrip_protocol(name)) for name in sorted(names)]
 
-    return again(found, given, f"{url}: cannot be read")
+    return with_retries(found, given, f"{url}: cannot be read")
 
 
 def _is_hidden(path: PurePosixPath | Path) -> bool:

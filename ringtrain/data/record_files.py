@@ -85,13 +85,13 @@ class ParquetFiles:
         import pyarrow.parquet as pq
 
         def read() -> tuple[Any, Any, int]:
-            with data_files.opened(path) as file:
+            with data_files.open_file(path) as file:
                 with pq.ParquetFile(file) as parquet:
                     metadata, types = parquet.metadata, parquet.schema_arrow
                 file.seek(-metadata.serialized_size - FOOTER, os.SEEK_END)
                 return metadata, types, zlib.crc32(file.read())
 
-        metadata, types, checksum = data_files.again(read, path, f"{path}: cannot be read as Parquet")
+        metadata, types, checksum = data_files.with_retries(read, path, f"{path}: cannot be read as Parquet")
         missing = [name for name in self.columns if name not in types.names]
         if missing:
             raise DataError(f"{path}: has no column {missing[0]}: it has {', '.join(types.names)}")
@@ -117,12 +117,12 @@ class ParquetFiles:
 
         def read() -> Any:
             with (
-                data_files.opened(block.path) as file,
+                data_files.open_file(block.path) as file,
                 pq.ParquetFile(file, metadata=self._metadata.get(block.path), **options) as parquet,
             ):
                 return parquet.read_row_group(block.number, columns=list(self.columns), use_threads=False)
 
-        table = data_files.again(read, block.path, f"{block.name} cannot be read")
+        table = data_files.with_retries(read, block.path, f"{block.name} cannot be read")
         return {
             name: _values(table.column(name).combine_chunks(), f"{block.name}: column {name}") for name in self.columns
         }
@@ -204,7 +204,7 @@ class RecordFiles:
         """Checksum of the checksums that the files have of their records."""
         found = zlib.crc32(str(self._checksums).encode())
         for path in dict.fromkeys(block.path for block in self.blocks):
-            with data_files.opened(path) as file:
+            with data_files.open_file(path) as file:
                 file.seek(-tfrecords.FOOTER, os.SEEK_END)
                 found = zlib.crc32(file.read(), found)
         return found

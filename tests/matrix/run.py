@@ -81,6 +81,8 @@ def losses(result: str) -> np.ndarray:
 def equals_one_process(num: int) -> Callable[[Runs, str], str]:
     def cell(runs: Runs, job: str) -> str:
         one, several = runs.once("one", 1, job, {}), runs.once(f"plain-{num}", num, job, {})
+        if losses(one).shape != losses(several).shape:
+            raise RuntimeError("the histories have other lengths")
         apart = float(np.max(np.abs(losses(one) - losses(several)) / np.maximum(np.abs(losses(one)), 1e-2)))
         summary = parse_json((runs.folder / f"plain-{num}" / job / "summary.json").read_text(encoding="utf-8"))
         if apart < TOLERANCE:
@@ -200,7 +202,6 @@ def short(cell: str, reasons: dict[str, int]) -> str:
 
 def main() -> int:
     """Fills the table; returns the exit code."""
-    sys.path.insert(0, str(FOLDER))
     names = names_of_jobs()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", nargs="+", default=names, choices=names)

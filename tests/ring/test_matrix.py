@@ -6,11 +6,8 @@ import sys
 from pathlib import Path
 
 import sample
-from launching import ROOT, run
-
-FOLDER = ROOT / "tests" / "matrix"
-sys.path.insert(0, str(FOLDER))
-from run import COLUMNS, names_of_jobs  # noqa: E402
+from launching import run
+from matrix.run import COLUMNS, FOLDER, names_of_jobs
 
 NEEDS_A_PACKAGE = ("keras_hub_task",)
 LIMIT_S = 1800
