@@ -51,8 +51,9 @@ class Remote(NamedTuple):
 
             return fsspec.core.url_to_fs(self.url)
         except (ImportError, ValueError) as error:  # fsspec, or the store's package, is missing or does not exist
-            text = f"{_text_of(error)} (fsspec: pip install 'ringtrain[records]')"
-            raise DataError(f"{self.url}: cannot be read: {text}") from error
+            is_fsspec = isinstance(error, ModuleNotFoundError) and error.name == "fsspec"
+            hint = ": pip install 'ringtrain[records]'" if is_fsspec else ""
+            raise DataError(f"{self.url}: cannot be read: {_text_of(error)}{hint}") from error
 
     def __str__(self) -> str:
         return self.url
