@@ -1,6 +1,6 @@
 # What CI runs is what people run. Each target first sets up what is missing in .venv (seconds, once it is there).
 
-.PHONY: setup train smoke test test-unit test-all chaos matrix lint docs dist wheels release image
+.PHONY: setup train smoke test test-unit test-all chaos matrix figures lint docs dist wheels release image
 
 setup:
 	launch/setup.sh
@@ -13,7 +13,7 @@ smoke:
 
 # Two tests at a time, as those that start ranks have time limits which two cores do not keep with three. Those that mostly
 # wait come first.
-jobs = launch/setup.sh python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=40 --durations-min=20
+jobs = launch/setup.sh python -m pytest --sample -n 2 --dist loadscope --no-loadscope-reorder --durations=40 --durations-min=20
 folders = tests/cluster tests/spark tests/faults tests/ring
 
 test:
@@ -34,6 +34,11 @@ chaos:
 # Kinds of job by what they must bear, an hour or two: a table, which docs/fit.md has.
 matrix:
 	launch/setup.sh python tests/matrix/run.py
+
+# Measures the trainers on an idle host, and writes the table of docs/performance.md and the plot of the README.
+figures:
+	launch/setup.sh ringtrain bench peers -H localhost:2 --turns 3 --out figures.json
+	launch/setup.sh python benchmarks/figures.py figures.json
 
 lint:
 	launch/setup.sh ruff check . && launch/setup.sh ruff format --check . && launch/setup.sh mypy ringtrain \

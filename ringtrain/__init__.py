@@ -13,6 +13,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ringtrain.protocol.cores import share_cores
+
 __version__ = "0.1.0"
 
 LAZY = {
@@ -59,3 +61,4 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+share_cores()  # a script builds its model, and TensorFlow its threads, before it calls anything here

@@ -50,6 +50,9 @@ class RunConfig:
     of a run or checkpoint to resume from"""
     init_from: str = ""
     """checkpoint, run or .keras file from which only the initial weights are loaded"""
+    mirror: str = ""
+    """folder or URL (s3://bucket/runs) to which the run is copied during training, and from which it goes on on another
+    host; needs run.name"""
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,25 @@ class DataConfig:
     """Training and test data."""
 
     name: str = "digits"
-    """digits, fashion-mnist, mnist, cifar10, npz, image-folder, imagenet-tfrecords, synthetic, spark, or
+    """digits, fashion-mnist, mnist, cifar10, npz, image-folder, imagenet-tfrecords, records, synthetic, spark, or
     module:function"""
     dir: Annotated[str, needs_other("data.name", "digits", "spark", "synthetic")] = ""
     """folder with the data's files (for cifar10 also its archive); empty: fashion-mnist and mnist look in Debian's
     folder, else Keras downloads them"""
     file: Annotated[str, needs("data.name", "npz")] = ""
     """file that npz reads; empty: the only one in dir"""
+    url: Annotated[tuple[str, ...], needs("data.name", "records")] = ()
+    """files of rows to train: Parquet, Arrow, TFRecord, tar, images; paths, folders, patterns, URLs (s3://bucket/rows)"""
+    test_url: Annotated[tuple[str, ...], needs("data.name", "records")] = ()
+    """the same for test data"""
+    inputs: Annotated[tuple[str, ...], needs("data.name", "records")] = ()
+    """columns of the inputs; several are one array with these columns"""
+    target: Annotated[str, needs("data.name", "records")] = ""
+    """column of the target"""
+    transform: Annotated[str, needs("data.name", "records")] = ""
+    """module:function of TensorFlow, from inputs and targets of a batch to those that are trained"""
+    cache: Annotated[str, needs("data.name", "records")] = ""
+    """folder on a local disk for up to 10 GB of what is read behind URLs"""
     max_samples: Annotated[int, AT_LEAST_0] = 0
     """first samples in memory that are used, of training and of test data, for a short try; 0: all"""
     num_samples: Annotated[int, at_least(16), needs("data.name", "synthetic")] = 4096
@@ -72,12 +87,15 @@ class DataConfig:
         int, rule.PIXELS_OR_0, needs("data.name", "synthetic", "image-folder", "imagenet-tfrecords")
     ] = 0
     """height and width in pixels of generated images (0: 28) and of images read from files (0: 224)"""
-    num_classes: Annotated[int, AT_LEAST_0, needs("data.name", "npz", "imagenet-tfrecords")] = 0
+    num_classes: Annotated[int, AT_LEAST_0, needs("data.name", "npz", "imagenet-tfrecords", "records")] = 0
     """number of classes; labels start at 0, those of ImageNet at 1. 0: as in the data"""
     augment: Annotated[bool, needs("data.name", "cifar10", "image-folder", "imagenet-tfrecords")] = True
     """random crops and flips of training images, for cifar10 and image files; off: centre crops of image files"""
-    on_error: Annotated[Literal["fail", "skip"], needs("data.name", "image-folder", "imagenet-tfrecords")] = "fail"
-    """fail: an unreadable image file or record ends training; skip: it is left out and counted"""
+    on_error: Annotated[
+        Literal["fail", "skip"], needs("data.name", "image-folder", "imagenet-tfrecords", "records")
+    ] = "fail"
+    """fail: an unreadable image file or record ends training; skip: it is left out and counted, and in training others
+    replace it"""
 
 
 @dataclass(frozen=True)
@@ -399,8 +417,12 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 def changed_options(config: Config) -> dict[str, Any]:
     """Options that differ from their defaults, by dotted name."""
-    default = Config()
-    return {name: value for name in option_types() if (value := value_of(config, name)) != value_of(default, name)}
+    default, changed = Config(), {}
+    for name in option_types():
+        value = value_of(config, name)
+        if value != value_of(default, name):
+            changed[name] = value
+    return changed
 
 
 def value_of(config: Config, option: str) -> Any:

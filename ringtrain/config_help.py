@@ -70,7 +70,8 @@ def help_parser(words: Sequence[str], config: Config, usage: str, description: s
     """
     at = next(place for place, word in enumerate(words) if word in ("-h", "--help"))
     section = next((word for word in words[at + 1 : at + 2] if not word.startswith("-")), "")
-    if section and section not in (known := [*sections(), ALL]):
+    known = [*sections(), ALL]
+    if section and section not in known:
         raise ConfigError(f"--help {section}: no section of the configuration: {nearest(section, known)}")
     width = shutil.get_terminal_size().columns - 2
     lines = [f"  {name:<22}{text}" for name, text in sections().items()]

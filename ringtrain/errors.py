@@ -1,8 +1,9 @@
 """Exceptions that ringtrain raises on purpose. Others are bugs: they keep their traceback.
 
 RingtrainError
-├── ConfigError, DataError, DeviceError, RunDirectoryError, NonFiniteLoss, Stalled, MissingDependency, OutOfSync,
-│   RankError
+├── ConfigError, DeviceError, RunDirectoryError, NonFiniteLoss, Stalled, MissingDependency, OutOfSync, RankError
+├── DataError
+│   └── DamagedData
 ├── CheckpointError
 │   └── DamagedCheckpoint
 └── LaunchError
@@ -26,6 +27,10 @@ class ConfigError(RingtrainError):
 
 class DataError(RingtrainError):
     """Data set that cannot be found or read, or data file that is truncated or of another format."""
+
+
+class DamagedData(DataError):
+    """Content that is not as its format says, in a file that can be read."""
 
 
 class DeviceError(RingtrainError):

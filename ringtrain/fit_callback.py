@@ -21,10 +21,10 @@ from ringtrain.protocol.json_text import parse_json
 from ringtrain.run import console, evaluation, resume
 from ringtrain.run.context import Job, Process, RunContext
 from ringtrain.run.run_folder import METRICS, NO_METRICS
-from ringtrain.sources import OPTIONS, loop, script
+from ringtrain.sources import OF_FIT, OPTIONS, loop, script
 from ringtrain.strategies.ring import OF_OPTIMIZER
 
-ONLY_IN_FIT = ("checkpoint.every_steps", "checkpoint.every_minutes", *OF_OPTIMIZER)
+ONLY_IN_FIT = ("checkpoint.every_steps", "checkpoint.every_minutes", *OF_OPTIMIZER, *OF_FIT)
 """beginnings of options that need a resume within an epoch, or an optimizer that ringtrain makes distributed"""
 
 

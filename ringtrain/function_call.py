@@ -19,7 +19,7 @@ import socket
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,6 +109,21 @@ def run(
         )
     may_leave = hosts or options or schedulers.find(os.environ)
     parent = os.getcwd() if may_leave else tempfile.gettempdir()
+    with _call_file(content, parent) as call:
+        launch = [sys.executable, "-m", "ringtrain", "launch", "-np", str(np)]
+        if hosts:
+            launch += ["-H", hosts]
+        rank = [sys.executable, "-m", "ringtrain.function_call", str(call)]
+        shown = Shown(processes.start_beside([*launch, *options, "--", *rank], {**os.environ, "PATH": path_with_own()}))
+        code = shown.follow()
+        if code:
+            raise _error_of(call, np, shown.message, code)
+        return [_value(call, number) for number in range(np)]
+
+
+@contextlib.contextmanager
+def _call_file(content: bytes, parent: str) -> Iterator[Path]:
+    """File with the call in a new directory below `parent`, which is removed afterwards. Raises LaunchError."""
     with contextlib.ExitStack() as stack:
         try:
             folder = tempfile.TemporaryDirectory(prefix=".ringtrain-", dir=parent, ignore_cleanup_errors=True)
@@ -120,16 +135,15 @@ def run(
                 f"ringtrain.run: {parent}: function and arguments, {len(content):,} bytes, cannot be written:"
                 f" {error.strerror}: {_fix_of(error)}"
             ) from error
-        launch = [sys.executable, "-m", "ringtrain", "launch", "-np", str(np), *(["-H", hosts] if hosts else [])]
-        rank = [sys.executable, "-m", "ringtrain.function_call", str(call)]
-        shown = Shown(processes.start_beside([*launch, *options, "--", *rank], {**os.environ, "PATH": path_with_own()}))
-        code = shown.follow()
-        if code:
-            text = (
-                _first_failure(call, np, shown.message) or shown.message or f"ringtrain launch exited with code {code}"
-            )
-            raise (RankError if text.startswith("rank ") else LaunchError)(text)
-        return [_value(call, number) for number in range(np)]
+        yield call
+
+
+def _error_of(call: Path, num_ranks: int, message: str, code: int) -> LaunchError | RankError:
+    """Error of a launch that has exited with `code`: the failure of a rank, else the launcher's own message."""
+    text = _first_failure(call, num_ranks, message) or message or f"ringtrain launch exited with code {code}"
+    if text.startswith("rank "):
+        return RankError(text)
+    return LaunchError(text)
 
 
 def content_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:

@@ -353,7 +353,12 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
         if why:
             raise ConfigError(f"ringtrain.fit: leave out {type(callback).__name__}: {why}")
     # What is known before the data are read; `sources.script.adopt` adds sizes and learning rate. A command that has
-    # started the script, such as a tuning, decides last.
+    # started the script, such as a tuning, decides last; its runs are not copied to the script's mirror.
+    of_command: dict[str, Any] = {}
+    if from_command.folder:
+        of_command["run.directory"] = from_command.folder
+    if from_command.folder or from_command.measure:
+        of_command["run.mirror"] = ""
     return with_values(
         options,
         {
@@ -364,7 +369,7 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
             "optimizer.learning_rate_scaling": "none",
             "train.epochs": arguments.epochs,
             "seed": arguments.seed,
-            **({"run.directory": from_command.folder} if from_command.folder else {}),
+            **of_command,
             **from_command.options,
         },
     )

@@ -19,7 +19,7 @@ from ringtrain.config import Config, changed_options, with_values
 from ringtrain.errors import ConfigError, DataError, OutOfSync
 from ringtrain.monitor import journal
 from ringtrain.protocol.for_script import ForScript
-from ringtrain.sources import OPTIONS
+from ringtrain.sources import OF_FIT, OPTIONS
 
 if TYPE_CHECKING:
     import keras
@@ -88,9 +88,7 @@ def loop(
         models = [*model] if isinstance(model, list | tuple) else [model]
         optimizers = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
         given = keras_fit.options_of("ringtrain.loop", options)
-        for argument, number in (("steps_per_epoch", steps_per_epoch), ("epochs", epochs), ("batch_size", batch_size)):
-            if number < 1:
-                raise ConfigError(f"ringtrain.loop: got {argument} {number}, expected at least 1")
+        _check_counts(steps_per_epoch=steps_per_epoch, epochs=epochs, batch_size=batch_size)
         if len(models) > 1 and given.checkpoint.saved_model:
             raise ConfigError(
                 "ringtrain.loop: options set checkpoint.saved_model, which is for one model: leave it out"
@@ -112,6 +110,12 @@ def loop(
     return Loop(config, LoopOfScript(config, together, steps_per_epoch, batch_size, distribute), verbose)
 
 
+def _check_counts(**counts: int) -> None:
+    for argument, number in counts.items():
+        if number < 1:
+            raise ConfigError(f"ringtrain.loop: got {argument} {number}, expected at least 1")
+
+
 def _config(given: Config, values: Mapping[str, Any]) -> Config:
     command = ForScript.from_environment().by
     if command:
@@ -124,11 +128,12 @@ def _config(given: Config, values: Mapping[str, Any]) -> Config:
             raise ConfigError(
                 f"ringtrain.loop: options set {option}, which is an argument or the script's own here: leave it out"
             )
-    if given.train.virtual_ranks:
-        raise ConfigError(
-            "ringtrain.loop: options set train.virtual_ranks, which needs the steps of ringtrain.fit: leave it out, or"
-            " put the step into a train_step of the model"
-        )
+    for option in OF_FIT:
+        if option in changed_options(given):
+            raise ConfigError(
+                f"ringtrain.loop: options set {option}, which needs the steps of ringtrain.fit: leave it out, or put"
+                f" the step into a train_step of the model"
+            )
     if given.strategy.name not in keras_fit.STRATEGIES:
         raise ConfigError(f"ringtrain.loop: got strategy.name {given.strategy.name}, expected ring or mpi-ring")
     return with_values(given, values)

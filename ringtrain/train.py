@@ -18,11 +18,12 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ringtrain import config_io, data, strategies
 from ringtrain.config import Config
-from ringtrain.errors import RingtrainError
+from ringtrain.errors import CheckpointError, RingtrainError
 from ringtrain.models import lazy_keras
 from ringtrain.monitor import diagnosis, heartbeat, journal, stragglers, trackers
 from ringtrain.protocol import failures, status
@@ -30,7 +31,7 @@ from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.for_script import ForScript
 from ringtrain.protocol.launchers import launched_rank
 from ringtrain.run import consistency, console, devices, log_capture
-from ringtrain.run.context import Process, RunContext, Source, alone
+from ringtrain.run.context import Job, Opening, Process, RunContext, Source, alone
 from ringtrain.sources.configured import ConfiguredSource
 from ringtrain.strategies.parameter_server import cluster, worker
 from ringtrain.strategies.parameter_server.cluster import RankGroup
@@ -105,6 +106,7 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
         return summary, exit_code
     except Exception as error:
         process.journal.write_failure(error)
+        process.lock.release()
         raise
 
 
@@ -180,11 +182,11 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
         The run; or summary.json, if it is complete and stays unchanged.
     """
     from ringtrain import hvd
-    from ringtrain.hvd import timeline
     from ringtrain.run import model_state
 
     # Each rank has a device of its own, and the code of rank 0.
     strategy, stages = process.strategy, process.stages
+    hvd.step_timing.PLACE.enter("start")
     device = "" if process.config.device.share_gpus else devices.identity(process.pinning)
     hvd.check_placement(device)
     consistency.same_code(process)
@@ -192,7 +194,6 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
 
     # Data: each rank trains its shard of every global batch, and evaluates its shard of the test samples.
     job = process.source.read_job(process)
-    config = process.config
     consistency.same_job(process, job)
     if not strategy.ranks_change and hvd.size() > 1:
         job.plan |= data.share_on_host(job.data_set)
@@ -203,14 +204,14 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     process.source.add_model(process, job)
     stages.done("model")
     start, summary = process.source.restore(process, job)
+    stages.done("restored")
     if summary:
+        _finish_mirror(process, Path(process.config.run.directory) / process.config.run.name)
         process.lock.release()
         strategy.end(0)
         return summary
     hvd.check_in_sync(job.model)
-    gradients = "averaged by the script"
-    if not job.script_averages:
-        gradients, *_ = [hvd.check_averaging(optimizer) for optimizer in hvd.optimizers_of(job.model)]
+    gradients = _check_averaging(job)
     job.plan |= model_state.plan_of_slots(job.model)
     stages.done("agreement")
 
@@ -224,11 +225,7 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     if opening.is_first:
         console.show_plan(terminal, process, job.numbers, hosts, job.plan)
         console.show_start(terminal, process, start)
-    process.journal.open(opening.folder, hvd.rank(), hvd.size(), process.attempt.number, opening.start_s)
-    facts = dict(opening.facts)
-    if opening.is_first:
-        facts["hosts"] = hosts
-    process.journal.write(opening.event, **facts)
+    _open_journal(process, opening, hosts)
 
     # Measurement and monitoring of the steps.
     run = RunContext(  # with all that process and job have
@@ -240,15 +237,48 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
         gradients=gradients,
         terminal=terminal,
     )
-    if strategy.trains_here:
-        is_profiled = bool(ForScript.from_environment().measure.get("profile"))
-        each_gradient = is_profiled or config.tracking.timeline_steps > 0
-        hvd.step_timing.PLACE.watch(run.model, each_gradient=each_gradient)
-    if config.tracking.timeline_steps:
-        run.timeline = timeline.Timeline(run)
+    _measure_phases(run)
     if not strategy.ranks_change:  # there, Horovod finds the ranks that are lost
         add_monitor(run)
     return run
+
+
+def _check_averaging(job: Job) -> str:
+    """Raises an error if an optimizer of the model does not average; returns how gradients are averaged. Collective."""
+    from ringtrain import hvd
+
+    if job.script_averages:
+        return "averaged by the script"
+    results = [hvd.check_averaging(optimizer) for optimizer in hvd.optimizers_of(job.model)]
+    return results[0]  # the model's own
+
+
+def _open_journal(process: Process, opening: Opening, hosts: Sequence[str]) -> None:
+    """Opens this rank's journal with the facts of the attempt."""
+    from ringtrain import hvd
+
+    process.journal.open(opening.folder, hvd.rank(), hvd.size(), process.attempt.number, opening.start_s)
+    process.journal.spent = hvd.step_timing.PLACE.spent if hvd.rank() == 0 else dict
+    facts = dict(opening.facts)
+    if opening.is_first:
+        moments = process.stages.moments
+        begun_s = moments["process" if process.is_first else "python"]
+        facts |= {"hosts": hosts, "begun_s": begun_s, "restore_s": moments["restored"] - moments["model"]}
+    process.journal.write(opening.event, **facts)
+
+
+def _measure_phases(run: RunContext) -> None:
+    """Begins to note when the phases of a step begin, and to record the timeline that the options ask for."""
+    from ringtrain import hvd
+    from ringtrain.hvd import timeline
+
+    timeline_steps = run.config.tracking.timeline_steps
+    if run.strategy.trains_here:
+        is_profiled = bool(ForScript.from_environment().measure.get("profile"))
+        each_gradient = is_profiled or timeline_steps > 0
+        hvd.step_timing.PLACE.watch(run.model, each_gradient=each_gradient)
+    if timeline_steps:
+        run.timeline = timeline.Timeline(run)
 
 
 def fit(run: RunContext) -> RunContext:
@@ -326,7 +356,8 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     # Results: the ranks are compared a last time, and rank 0 exports the model.
     stop, strategy = run.callbacks.stop, run.strategy
     with run.callbacks.trackers:
-        summary = tracking.write_results(run, {**strategy.summary(run), **run.facts})
+        mirrored = {"mirror": run.lock.mirror.summary()} if run.lock.mirror else {}
+        summary = tracking.write_results(run, {**strategy.summary(run), **run.facts, **mirrored})
     # A person sees slow ranks, then the metrics, and last what was verified.
     ranks = summary.get("ranks", ())
     slow = stragglers.slow_ranks(ranks, run.config.health)
@@ -348,9 +379,30 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
         run.callbacks.trackers.end(stop.exit_code, summary)
     if run.timeline:
         run.timeline.close()  # last: with many ranks and steps it takes a while
-    run.lock.release()
-    strategy.end(stop.exit_code)
+    try:
+        _finish_mirror(run, run.folder, exit_code=stop.exit_code)
+    finally:
+        run.lock.release()
+        strategy.end(stop.exit_code)
     return summary, stop.exit_code
+
+
+def _finish_mirror(process: Process, folder: Path, exit_code: int = 0) -> None:
+    """Waits until the run's mirror has all of it. Collective; raises CheckpointError, or reports it after a signal."""
+    if not process.config.run.mirror:
+        return
+
+    def finish() -> None:
+        if process.lock.mirror is None:  # not on rank 0
+            return
+        try:
+            process.lock.mirror.finish(folder)
+        except CheckpointError as error:
+            if not exit_code:
+                raise
+            print(f"ringtrain: {error}", file=sys.stderr, flush=True)  # the exit code asks to be started again
+
+    process.together(finish)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,10 @@ sample.choose()  # once for all processes of pytest
 FOLDERS = {"unit": "unit", "ring": "ranks", "cluster": "hosts", "faults": "faults", "spark": "spark"}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", action="store_true", help="of the slow tests a third, others on each of three days")
+
+
 def pytest_report_header() -> str:
     return f"sample: {sample.VARIABLE}={sample.choose()}"
 
@@ -55,8 +59,18 @@ def group_of(nodeid: str) -> str:
     return path
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks each test by its folder; outside of unit/ a test without the mark `quick` is slow."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("slow") and sample.is_time_up():
+        pytest.skip(f"begins after {sample.END}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks each test by its folder; outside of unit/ a test without the mark `quick` is slow.
+
+    With --sample two thirds of the slow tests are left for the next two days; test_job and test_property choose their
+    own cases.
+    """
+    left = []
     for item in items:
         folder = item.path.parent.name
         if not item.get_closest_marker("launch"):
@@ -65,3 +79,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("spark")
         if folder != "unit" and not item.get_closest_marker("quick"):
             item.add_marker("slow")
+        chooses = getattr(item, "originalname", "") in ("test_job", "test_property")
+        if item.get_closest_marker("slow") and not chooses and not sample.is_due(item.nodeid, one_in=3):
+            left.append(item)
+    if left and config.getoption("sample"):
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]

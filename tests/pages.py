@@ -1,6 +1,6 @@
-"""Scripts in the README and in pages of docs/, and the README's pictures: a run of its script, and a plot of speed.
+"""Scripts in the README and in pages of docs/, and the README's picture of a run of its script.
 
-python tests/pages.py            # runs the README's script on two ranks, and writes both to docs/images/
+python tests/pages.py            # runs the README's script on two ranks, and writes the picture to docs/images/
 
 docs/images/report.png is a part of that run's report.html, as a browser shows it.
 """
@@ -20,9 +20,6 @@ import launching
 from rich.console import CONSOLE_SVG_FORMAT, Console
 
 TERMINAL = launching.ROOT / "docs" / "images" / "terminal.svg"
-SPEED = launching.ROOT / "docs" / "images" / "speed.svg"
-SPEEDS = re.compile(r"^\| ([^|]+) \| ([\d,]+) \(([\d,]+) to ([\d,]+)\) \|", re.MULTILINE)
-"""rows of a table with images/s: name, median, p10, p90"""
 LIMIT_S = 300
 TAG = re.compile(r"\[1,\d+\]<stdout>:")
 VARIES = re.compile(r"\([^()]*: 2\)|threads?|[0-9a-f]{16}|[\d.,]*\d%?")
@@ -86,44 +83,7 @@ def draw(output: str) -> str:
     return console.export_svg(title=command("README.md")[-1], code_format=form, unique_id="terminal")
 
 
-def speeds() -> dict[str, list[int]]:
-    """Images/s of the trainers with two workers in docs/performance.md: median, p10, p90."""
-    page = (launching.ROOT / "docs" / "performance.md").read_text()
-    rows = SPEEDS.findall(page.partition("## Comparison with other trainers")[2].partition("\n## ")[0])
-    measured = {}
-    for name, *numbers in rows:
-        if "one process" not in name:
-            measured[name.replace("`", "")] = [int(number.replace(",", "")) for number in numbers]
-    return measured
-
-
-def draw_speed(measured: dict[str, list[int]]) -> str:
-    """Plot of images/s as SVG: a bar per trainer, with a line from p10 to p90."""
-    left, width, height = 350, 310, 26
-    scale = width / max(high for _, _, high in measured.values())
-    total = height * len(measured) + 46
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 740 {total}" font-family="sans-serif" font-size="13">',
-        f'<rect width="740" height="{total}" fill="#ffffff"/>',
-    ]
-    for row, (name, (median, low, high)) in enumerate(measured.items()):
-        top = 10 + row * height
-        middle = top + 9
-        start, end = left + low * scale, left + high * scale
-        color = "#00796b" if name.startswith("ringtrain") else "#b0bec5"
-        parts += [
-            f'<text x="{left - 8}" y="{top + 13}" text-anchor="end" fill="#222222">{html.escape(name)}</text>',
-            f'<rect x="{left}" y="{top}" width="{median * scale:.1f}" height="18" fill="{color}"/>',
-            f'<path d="M{start:.1f} {middle}H{end:.1f}" stroke="#222222" stroke-width="2"/>',
-            f'<text x="{end + 6:.1f}" y="{top + 13}" fill="#222222">{median:,}</text>',
-        ]
-    caption = "images/s, cnn, two workers on two CPU cores of one host; median, p10 to p90; 20 November 2026"
-    parts += [f'<text x="{left - 340}" y="{total - 14}" fill="#555555">{caption}</text>', "</svg>"]
-    return "\n".join(parts) + "\n"
-
-
 if __name__ == "__main__":
-    SPEED.write_text(draw_speed(speeds()))
     with tempfile.TemporaryDirectory() as scratch:
         TERMINAL.write_text(draw(start("README.md", Path(scratch))[0]))
-    print(TERMINAL, SPEED)
+    print(TERMINAL)

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from peers.training import Training
-from ringtrain.lab.bench.peers import Trained, watch
+from ringtrain.lab.peer_start import Trained, watch
 
 
 def alone(training: Training) -> Trained:

@@ -8,7 +8,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from peers.training import Training
-from ringtrain.lab.bench.peers import Trained, checksum
+from ringtrain.lab.peer_start import Trained, checksum
 
 
 def run(training: Training) -> Trained:

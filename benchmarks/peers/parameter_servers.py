@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from peers.by_fit import fit
 from peers.training import Training
-from ringtrain.lab.bench.peers import Trained, checksum
+from ringtrain.lab.peer_start import Trained, checksum
 
 
 def run(training: Training) -> Trained:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from peers.training import Training
 from ringtrain.errors import ConfigError, MissingDependency
-from ringtrain.lab.bench.peers import Trained, checksum
+from ringtrain.lab.peer_start import Trained, checksum
 
 try:
     import torch
@@ -16,24 +17,40 @@ except ImportError as error:
 
 
 def run(training: Training) -> Trained:
-    """Runs one process per worker."""
+    """Runs one process per worker, with the model written in PyTorch."""
+    if training.config.model.name not in MODELS:
+        raise ConfigError(f"PyTorch's part is written for model.name {' or '.join(MODELS)}")
+
+    def build() -> Any:
+        height, width, channels = training.data_set.input_shape
+        model = MODELS[training.config.model.name](height, width, channels, training.data_set.num_classes)
+        for layer in model:
+            if hasattr(layer, "weight"):  # initialized as in Keras
+                nn.init.xavier_uniform_(layer.weight)
+                nn.init.zeros_(layer.bias)
+        return model
+
+    return _train(training, build, lambda images: images.transpose(0, 3, 1, 2).copy())  # channels first
+
+
+def run_keras(training: Training) -> Trained:
+    """Runs one process per worker, with Keras' model on Keras' PyTorch backend."""
+    return _train(training, training.model, lambda images: images)
+
+
+def _train(training: Training, build: Callable[[], Any], layout: Callable[[Any], Any]) -> Trained:
     config, numbers = training.config, training.numbers
-    if config.optimizer.name != "sgd" or config.model.name not in MODELS:
-        raise ConfigError(f"PyTorch's part is written for sgd, and model.name {' or '.join(MODELS)}")
+    if config.optimizer.name not in OPTIMIZERS:
+        raise ConfigError(f"PyTorch's part is written for optimizer.name {' or '.join(OPTIMIZERS)}")
     torch.set_num_threads(config.device.threads)
     torch.manual_seed(config.seed)
     address = f"tcp://localhost:{training.ports[0]}"
     distributed.init_process_group("gloo", address, rank=training.rank, world_size=training.num_workers)
-    height, width, channels = training.data_set.input_shape
-    model = MODELS[config.model.name](height, width, channels, training.data_set.num_classes)
-    for layer in model:
-        if hasattr(layer, "weight"):  # initialized as in Keras
-            nn.init.xavier_uniform_(layer.weight)
-            nn.init.zeros_(layer.bias)
+    model = build()
     parallel = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), numbers.learning_rate, config.optimizer.momentum)
+    optimizer = OPTIMIZERS[config.optimizer.name](model.parameters(), numbers.learning_rate, config.optimizer.momentum)
     images, labels = training.samples(range(training.rank, training.rank + 1))
-    inputs = torch.from_numpy(images.transpose(0, 3, 1, 2).copy())  # channels first, as in PyTorch
+    inputs = torch.from_numpy(layout(images))
     batches = zip(inputs.split(numbers.batch_size), torch.from_numpy(labels).split(numbers.batch_size), strict=True)
     trained = Trained(numbers.batch_size * training.num_workers)
     for x, y in batches:
@@ -42,7 +59,7 @@ def run(training: Training) -> Trained:
         loss.backward()
         optimizer.step()
         trained.note(loss.item())
-    trained.checksums = [checksum(weight.detach() for weight in model.parameters())]
+    trained.checksums = [checksum(model.parameters())]
     distributed.destroy_process_group()
     return trained
 
@@ -62,4 +79,8 @@ def _cnn(height: int, width: int, channels: int, num_classes: int) -> Any:
     )
 
 
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "sgd": torch.optim.SGD,
+    "adam": lambda weights, learning_rate, momentum: torch.optim.Adam(weights, learning_rate),
+}
 MODELS = {"cnn": _cnn, "mlp": _mlp}

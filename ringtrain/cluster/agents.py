@@ -114,6 +114,10 @@ class HostAgents:
         self.status: dict[int, tuple[int, str]] = {}
         """step and phase of ranks that have exited"""
         self.out_of_memory: set[str] = set()
+        self.noticed: list[str] = []
+        """hosts that are taken away soon"""
+        self.unasked: list[str] = []
+        """hosts that lack the command which tells this"""
         self.not_cleaned_up: list[str] = []
         """hosts whose agent was killed"""
         self.tensorflow: set[str] = set()
@@ -163,9 +167,8 @@ class HostAgents:
             if lacking:
                 raise LaunchError(listed([self.why_lost(agent) for agent in lacking]))
             late_s = time.monotonic() - self.answer_timeout_s
-            silent = [
-                agent for agent in self.members if agent.started_s < late_s and not (agent.ready or agent in failed)
-            ]
+            late = [agent for agent in self.members if agent.started_s < late_s]
+            silent = [agent for agent in late if not agent.ready and agent not in failed]
             # The others go on connecting: a restart continues with all that answer.
             for agent in [*failed, *silent]:
                 lost[agent.host] = self.why_lost(agent)
@@ -177,15 +180,17 @@ class HostAgents:
     def start(self, host: str, is_checked: bool) -> HostAgent:
         """Starts the agent of a host. is_checked: It must have the ranks' program."""
         environ, job = self.job.environment, self.job
+        command = job.command if is_checked else ()
         argv = host_agent.argv(
             host,
             job.id,
-            job.command if is_checked else (),
+            command,
             Path(job.working_directory or Path.cwd()),
             environ.get("PATH", os.defpath),
             environ.get("PYTHONPATH", ""),
             timeout_s=self.answer_timeout_s,
             port=job.ssh_port,
+            notice=job.preempt_notice,
         )
         pipe = subprocess.PIPE
         try:
@@ -279,6 +284,10 @@ class HostAgents:
             agent.version = rest[1] if len(rest) > 1 else ""
         elif kind == "taken" and "".join(rest).isdecimal():
             agent.num_signaled = int("".join(rest)[:9])
+        elif kind == "notice":
+            self.noticed.append(agent.name)
+        elif kind == "no-notice":
+            self.unasked.append(agent.name)
         elif kind == "swept":
             agent.cleaned_up = True
         elif kind == "box":

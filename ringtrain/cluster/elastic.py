@@ -84,7 +84,10 @@ class ElasticSupervisor(Supervisor):
         self._asking = threading.Thread(target=self._ask, daemon=True)
 
     def _ask(self) -> None:
-        while not self._over.wait(ASK_S if self._listed is not None else 0):
+        while True:
+            pause_s = ASK_S if self._listed is not None else 0
+            if self._over.wait(pause_s):
+                break
             try:
                 listed = self.discover()
                 new = {host.name for host in listed} - self._looked_up

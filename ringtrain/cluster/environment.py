@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ringtrain.cluster.job import Flag, Job, words
 from ringtrain.errors import LaunchError
+from ringtrain.protocol.cores import THREADS
 from ringtrain.protocol.env import ATTEMPT, JOB, PLAN, SERVERS
 
 USUAL = re.compile(
@@ -114,7 +115,7 @@ def settings(job: Job) -> Iterator[Setting]:
         yield Setting(PLAN, job.planned.to_json(), "planned placement, with which each rank compares its own")
         yield Setting(ATTEMPT, job.attempt, "number of this attempt, and exit causes of earlier ones")
     if job.threads_per_rank:
-        for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
+        for name in THREADS:
             yield Setting(name, str(job.threads_per_rank), "threads of a rank, as asked for (--threads)")
     if job.num_servers:
         yield Setting(SERVERS, str(job.num_servers), "ranks that are parameter servers (--ps)")

@@ -118,9 +118,12 @@ def decide(
         return JobResult(code, f"{launcher} was killed by {signal_name(-returncode)}")
     # Open MPI 4 sometimes does not name the rank if it was on another host.
     hosts = {rank.rank: rank.host for rank in reports.ranks}
-    last = [(f"rank {rank} on {hosts[rank]}", tail[-1]) for rank, tail in tails.items() if tail and rank in hosts]
+    last = []
+    for rank, tail in tails.items():
+        if tail and rank in hosts:
+            last.append(f"  rank {rank} on {hosts[rank]}: {tail[-1]}")
     if last:
-        lines = "\n".join(f"  {who}: {line}" for who, line in last[-MAX_SPEAKERS:])
+        lines = "\n".join(last[-MAX_SPEAKERS:])
         return JobResult(code, f"a rank exited with code {code}, {launcher} does not name it; last errors:\n{lines}")
     if any(line.startswith("ringtrain: ") for line in launcher_output.splitlines()):  # printed by ringtrain itself
         return JobResult(code)
@@ -149,9 +152,9 @@ def without_init(num_ranks: int, reports: Reader, tensorflow: Collection[str], i
             f"{num_ranks} ranks ran without meeting: they {why}, and none called hvd.init(). Unless they connect by"
             f" other means, each trained a model of its own: call ringtrain.hvd.init() first, or start one process"
         )
-    return (
-        f"none of {num_ranks} ranks called ringtrain's hvd.init(), which --require-init expects" if is_required else ""
-    )
+    if is_required:
+        return f"none of {num_ranks} ranks called ringtrain's hvd.init(), which --require-init expects"
+    return ""
 
 
 def without_reduction(reports: Reader) -> str:
@@ -160,9 +163,11 @@ def without_reduction(reports: Reader) -> str:
         return ""
     told = sorted(reports.weights.items())
     each = ", ".join(f"rank {rank}: {checksum}" for rank, checksum in told[:MAX_SPEAKERS])
+    if len(told) > MAX_SPEAKERS:
+        each += ", ..."
     return (
         f"{len(told)} ranks called hvd.init() and trained a model of their own each, without reducing gradients:"
-        f" checksums of the weights are {each}{', ...' if len(told) > MAX_SPEAKERS else ''}: {REDUCING}"
+        f" checksums of the weights are {each}: {REDUCING}"
     )
 
 
@@ -183,10 +188,13 @@ def _named_by_launcher(
     exited = EXITED.search(text)
     if exited and int(exited[1]) not in reports.failures:
         rank, rank_code = int(exited[1]), int(exited[2])
-        rank_code = rank_code if rank_code >= 0 else 128 - rank_code
+        if rank_code < 0:
+            rank_code = 128 - rank_code
         where = f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"
+        why = f"{where} {_how(rank_code)}"
         tail = "\n".join(f"  {line}" for line in tails.get(rank, ()))
-        why = f"{where} {_how(rank_code)}{'; its last lines:' if tail else ''}\n{tail}".rstrip()
+        if tail:
+            why = f"{why}; its last lines:\n{tail}".rstrip()
         return JobResult(_code(rank_code), why, rank=rank)
     match = EXITED_ELASTIC.search(text)
     if match:
@@ -210,8 +218,9 @@ def _how(exit_code: int) -> str:
 def _by_hydra(match: re.Match[str], code: int, reports: Reader, consequence: Failure | None) -> JobResult:
     process, host, number = int(match[1]), match[2], int(match[3])
     placement = next((rank for rank in reports.ranks if rank.process == process), None)
-    who = f"rank {placement.rank} on {placement.host}" if placement else f"process {process} on {host}"
-    rank = placement.rank if placement else -1
+    who, rank = f"process {process} on {host}", -1
+    if placement:
+        who, rank = f"rank {placement.rank} on {placement.host}", placement.rank
     if "KILLED BY SIGNAL" in match[0] or match[4]:
         number = int(match[4] or number)
         return JobResult(_code(128 + number), f"{who} was killed by {signal_name(number)}", rank=rank)

@@ -29,6 +29,8 @@ SAYS = "ringtrain-agent:"
 LEASE_S = int(os.environ.get(LEASE, 30))
 """seconds without the launcher's heartbeat after which an agent cleans up"""
 BEAT_S = LEASE_S / 6
+NOTICE_S = 3
+"""seconds that the command of --preempt-notice may take"""
 PATIENCE_S = 2
 """seconds for launchers whose ranks were killed to exit by themselves and remove their files"""
 ALIVE_S, ALIVE_COUNT = 3, 5
@@ -89,11 +91,12 @@ MAX_LOOKS = 24
 """number of heartbeats at which an agent looks which of these libraries ranks have loaded"""
 IS_RANK = f"^({'|'.join(names('rank'))})="
 
-# Arguments: the job's ID, the directory and program of the ranks, their PATH and PYTHONPATH, and whether the program is
-# a Python that must have ringtrain. SAYS distinguishes the output from that of a login shell.
+# Arguments: the job's ID, the directory and program of the ranks, their PATH and PYTHONPATH, whether the program is a
+# Python that must have ringtrain, and the command of --preempt-notice. SAYS distinguishes the output from that of a
+# login shell.
 SCRIPT = f"""
 trap '' HUP INT TERM PIPE
-job=$1 folder=$2 program=$3 path=$4 modules=$5 wants_ringtrain=$6
+job=$1 folder=$2 program=$3 path=$4 modules=$5 wants_ringtrain=$6 notice=${{7:-}}
 echo  # ends the line of a login shell whose start-up files print one without its end
 mine() {{ grep -ls "{JOB}=$job" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }}
 daemons() {{
@@ -156,6 +159,15 @@ look() {{
         candidates="$candidates $process"
     done
 }}
+# Says once that this host is taken away soon, or that the command is not found.
+ask() {{
+    [ -n "$notice" ] || return 0
+    timeout -s KILL {NOTICE_S} sh -c "$notice" </dev/null >/dev/null 2>&1
+    case $? in
+    0) notice= && echo "{SAYS}notice" ;;
+    126 | 127) notice= && echo "{SAYS}no-notice" ;;
+    esac
+}}
 killed_for_memory() {{ sed -n "s/^oom_kill //p" /proc/vmstat 2>/dev/null; }}
 before=$(killed_for_memory)
 version= missing=
@@ -179,7 +191,9 @@ echo "{SAYS}ready $(uname -n) $version"
 while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$order"'); do
     case $order in
     end) break ;;
-    beat) look ;;
+    beat)
+        look
+        ask ;;
     signal* | catching*)
         set -- $order
         kind=$1 number=$2 taken=0
@@ -216,13 +230,16 @@ def local_networks(hosts: Iterable[str], reached: Iterable[str] = ()) -> tuple[s
             if not place.is_loopback:
                 places.setdefault(place.network, []).append((place.ip, is_bridge))
     times = Counter(address for seen in places.values() for address, _ in seen)
-    joining = {place.ip for text in reached for place, _ in interfaces(text) if times[place.ip] < 2}
-    networks = [
-        network
-        for network, seen in places.items()
-        if len({address for address, _ in seen}) < len(seen) or (len(seen) == 1 and seen[0][1])
-        if not any(address in network for address in joining)
-    ]
+    joining = set()
+    for text in reached:
+        joining |= {place.ip for place, _ in interfaces(text) if times[place.ip] < 2}
+    networks = []
+    for network, seen in places.items():
+        has_equal_addresses = len({address for address, _ in seen}) < len(seen)
+        is_own_bridge = len(seen) == 1 and seen[0][1]
+        is_joining = any(address in network for address in joining)
+        if (has_equal_addresses or is_own_bridge) and not is_joining:
+            networks.append(network)
     return tuple(map(str, sorted(networks))) if len(distinct) > 1 else ()
 
 
@@ -253,8 +270,12 @@ def argv(
     *,
     timeout_s: float,
     port: int = 0,
+    notice: str = "",
 ) -> list[str]:
-    """Command that starts a host agent. host "": this one; command (): no check; port 0: ssh's own configuration."""
+    """Command that starts a host agent. host "": this one; command (): no check; port 0: ssh's own configuration.
+
+    notice: Shell command that exits with 0 when the host is taken away soon; "": none.
+    """
     program = command[0] if command else ""
     is_python = os.path.basename(program).startswith("python")
     wants_ringtrain = is_python and any(word.startswith("ringtrain.") for word in command[1:3])
@@ -269,6 +290,7 @@ def argv(
         path,
         modules,
         "1" if wants_ringtrain else "",
+        notice,
     ]
     if not host:
         return words
@@ -286,12 +308,10 @@ def ssh(timeout_s: float, port: int = 0) -> list[str]:
         "ServerAliveCountMax": str(ALIVE_COUNT),
         **OWN_CONNECTION,
     }
-    return [
-        "ssh",
-        "-T",
-        *(f"-o{name}={value}" for name, value in options.items()),
-        *(["-p", str(port)] if port else []),
-    ]
+    words = ["ssh", "-T", *(f"-o{name}={value}" for name, value in options.items())]
+    if port:
+        words += ["-p", str(port)]
+    return words
 
 
 def here(hosts: Iterable[str], timeout_s: float = LOOK_UP_S) -> frozenset[str]:

@@ -116,8 +116,10 @@ def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> tuple
         if gone:
             slots = [slot for slot in slots if slot not in gone]
         if slots:
-            is_start = list(slots) == list(range(len(slots)))
-            kept.append(replace(host, slots=len(slots), indices=() if is_start else tuple(slots)))
+            indices = tuple(slots)
+            if indices == tuple(range(len(slots))):
+                indices = ()  # the first ones
+            kept.append(replace(host, slots=len(slots), indices=indices))
     if not kept:
         num_slots = sum(host.slots for host in hosts)
         raise HostsError(
@@ -206,11 +208,16 @@ def _title(path: Path) -> str:
 
 
 def _listed(hosts: Sequence[Host]) -> str:
-    return ", ".join(map(str, hosts[:4])) + (", ..." if len(hosts) > 4 else "")
+    text = ", ".join(map(str, hosts[:4]))
+    if len(hosts) > 4:
+        text += ", ..."
+    return text
 
 
 def count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' if number != 1 else ''}"
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number:,} {noun}s"
 
 
 MAX_SLOTS = 4096
@@ -244,7 +251,9 @@ def checked_name(text: str, where: str) -> str:
     """Valid host name, with an IPv6 address in its shortest form. Raises HostsError for an invalid or unsafe one."""
     if not is_name(text):
         raise HostsError(f"{where}: got {shown(text)}, expected {EXPECTED_NAME}")
-    return socket.inet_ntop(socket.AF_INET6, socket.inet_pton(socket.AF_INET6, text)) if ":" in text else text
+    if ":" not in text:
+        return text
+    return socket.inet_ntop(socket.AF_INET6, socket.inet_pton(socket.AF_INET6, text))
 
 
 def parse_line(line: str, where: str) -> Mention:
@@ -296,4 +305,6 @@ def is_name(text: str) -> bool:
 
 def shown(text: str) -> str:
     """Received text, quoted and shortened for a message."""
-    return repr(text if len(text) <= 60 else text[:57] + "...")
+    if len(text) > 60:
+        text = text[:57] + "..."
+    return repr(text)

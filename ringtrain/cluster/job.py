@@ -47,6 +47,8 @@ class Job:
     local_networks: tuple[str, ...] = ()
     """CIDRs of networks that connect no hosts, as host agents find them"""
     ssh_port: int = 0
+    preempt_notice: str = ""
+    """shell command that exits with 0 on a host that is taken away soon; "": none"""
     """0: ssh's own configuration"""
     threads_per_rank: int = 0
     """CPU threads; 0: the ranks decide"""
@@ -124,10 +126,12 @@ class Plan:
     def shell(self) -> str:
         """Command as a line that can be pasted into a shell; it writes its files first."""
         folders = dict.fromkeys(str(PurePath(path).parent) for path in self.files)
-        writes = [
-            f"{FRESH_NAME}=$(mktemp -d {FRESH}) &&" if folder == FRESH else f"mkdir -p -- {shlex.quote(folder)} &&"
-            for folder in folders
-        ]
+        writes = []
+        for folder in folders:
+            if folder == FRESH:
+                writes.append(f"{FRESH_NAME}=$(mktemp -d {FRESH}) &&")
+            else:
+                writes.append(f"mkdir -p -- {shlex.quote(folder)} &&")
         for path, text in self.files.items():
             lines = shlex.join(text.removesuffix("\n").split("\n"))
             writes.append(f"printf '%s\\n' {lines} >{_in_shell(path)} &&")
@@ -137,7 +141,8 @@ class Plan:
 
 def _in_shell(word: str) -> str:
     """Argument, quoted for a shell; FRESH in it becomes its variable."""
-    return f'"${FRESH_NAME}"'.join(shlex.quote(part) if part else "" for part in word.split(FRESH)) or "''"
+    parts = [shlex.quote(part) if part else "" for part in word.split(FRESH)]
+    return f'"${FRESH_NAME}"'.join(parts) or "''"
 
 
 def _value(text: str) -> str:
@@ -147,13 +152,17 @@ def _value(text: str) -> str:
 
 def explain(plan: Plan) -> list[tuple[str, str]]:
     """Rows of arguments and reason for each part of a plan: files, environment, flags, the ranks' command."""
-    rows = [
-        (f"file {path}", f"{text.count(chr(10))} lines, written before the start") for path, text in plan.files.items()
-    ]
+    rows = []
+    for path, text in plan.files.items():
+        num_lines = text.count("\n")
+        rows.append((f"file {path}", f"{num_lines} lines, written before the start"))
     for name, reason in plan.env_reasons.items():
-        rows.append((f"{name}={_value(plan.env[name])}" if name in plan.env else f"{name} unchanged", reason))
+        setting = f"{name}={_value(plan.env[name])}" if name in plan.env else f"{name} unchanged"
+        rows.append((setting, reason))
     rows += [(shlex.join(flag.words), flag.reason) for flag in plan.flags]
-    return [*rows, (shlex.join(plan.command), "command of every rank")] if plan.command else rows
+    if plan.command:
+        rows.append((shlex.join(plan.command), "command of every rank"))
+    return rows
 
 
 def check(job: Job) -> None:

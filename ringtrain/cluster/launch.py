@@ -13,7 +13,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ringtrain.cluster import elastic, environment, host_agent, job, processes, restart, schedulers, supervisor, sync
+from ringtrain.cluster import (
+    elastic,
+    environment,
+    host_agent,
+    job,
+    notices,
+    processes,
+    restart,
+    schedulers,
+    supervisor,
+    sync,
+)
 from ringtrain.cluster.agents import HostsLost
 from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
 from ringtrain.cluster.hosts import Host, parse_hosts, read_hostfile, select, take
@@ -72,6 +83,7 @@ class Launch:
             network=options.network,
             subnet=options.subnet,
             ssh_port=options.ssh_port,
+            preempt_notice=notices.command_of(options.preempt_notice),
             threads_per_rank=options.threads,
             oversubscribe=options.oversubscribe,
             output=self.path(options.output),
@@ -94,7 +106,7 @@ class Launch:
 def launch(options: LaunchOptions) -> int:
     """Runs a job and returns its exit code, or prints its plan."""
     options = with_tuned(options.checked())
-    work = (elastic_launch if options.elastic else fixed_launch)(options)
+    work = elastic_launch(options) if options.elastic else fixed_launch(options)
     check_min_np(options, work.num_ranks)
     if options.ps is not None:  # fewer ranks would have other roles, which no option gives
         work = replace(work, options=replace(work.options, min_np=work.num_ranks))
@@ -105,8 +117,9 @@ def launch(options: LaunchOptions) -> int:
             f"{chosen.name}: slots that are not its first ones (--include, --exclude) are assigned by ringtrain launch"
             f" itself when ranks start: take --launcher mpirun, horovodrun or srun"
         )
-    shown = replace(first, id=job.FRESH_ID if first.id else "")
-    transfers = sync.transfers(options, work.hosts if options.max_restarts or options.elastic else first.hosts)
+    shown = replace(first, id=job.FRESH_ID) if first.id else first
+    receivers = work.hosts if options.max_restarts or options.elastic else first.hosts
+    transfers = sync.transfers(options, receivers)
     if options.explain:
         explain([*sync.explain(transfers), *job.explain(work.planner(shown))])
         return 0
@@ -124,8 +137,10 @@ def launch(options: LaunchOptions) -> int:
         check_installed()
     else:
         processes.find(work.options.started_by.program)
-    if options.started_by.over_ssh and (line := environment.not_forwarded(first)):
-        processes.say(line)
+    if options.started_by.over_ssh:
+        line = environment.not_forwarded(first)
+        if line:
+            processes.say(line)
     if options.sync or options.sync_environment:
         sync.send(transfers, options.elastic)
     return run_attempts(work)
@@ -166,9 +181,10 @@ def run_attempts(work: Launch) -> int:
                 raise
             silent |= {*lost.hosts}
             used, num_ranks = remaining()
-            processes.say(f"{lost}{'; continues without' if num_ranks else ''}")
             if num_ranks:
+                processes.say(f"{lost}; continues without")
                 continue
+            processes.say(str(lost))
             result = JobResult(2, str(lost), HOST_LOST, hosts=lost.hosts)  # the hosts may come back
         if not result.exit_code:
             if results:
@@ -191,7 +207,8 @@ def run_attempts(work: Launch) -> int:
             processes.say(f"not restarted: {few} slots are too few for --min-np {options.min_np}")
             return result.exit_code
         attempt = restart.next_attempt(results, attempt)
-        delay_s = restart.delay_s(results, now.hosts[0].name if now.hosts else "")
+        first_host = now.hosts[0].name if now.hosts else ""
+        delay_s = restart.delay_s(results, first_host)
         processes.say(f"restart {attempt.number} of {options.max_restarts} in {delay_s:g} s, after: {result.in_a_line}")
         answer_timeout_s = restart.ANSWER_S
         time.sleep(delay_s)
@@ -203,14 +220,13 @@ def fixed_launch(options: LaunchOptions) -> Launch:
     planner, dialect = planner_of(options)
     if options.launcher == "spark":
         options = replace(options, start_timeout=options.start_timeout + SPARK_START_S)
-    return Launch(
-        options,
-        hosts,
-        sum(host.slots for host in hosts) if options.np is None else options.np,
-        planner,
-        here=host_agent.here(host.name for host in hosts) if options.started_by.over_ssh else frozenset(),
-        starts_here=dialect == "openmpi4",
-    )
+    num_ranks = options.np
+    if num_ranks is None:
+        num_ranks = sum(host.slots for host in hosts)
+    here: frozenset[str] = frozenset()
+    if options.started_by.over_ssh:
+        here = host_agent.here(host.name for host in hosts)
+    return Launch(options, hosts, num_ranks, planner, here=here, starts_here=dialect == "openmpi4")
 
 
 def elastic_launch(options: LaunchOptions) -> Launch:
@@ -366,6 +382,8 @@ def show_dry(plan: Plan, is_submitted: bool, output: str) -> None:
     name = Path(path).suffix.removeprefix(".")
     print(text, end="")
     sys.stdout.flush()
-    line = shlex.join(f"job.{name}" if word == path else word for word in plan.argv)
-    line = f"mkdir -p -- {shlex.quote(output)} && {line}" if output else line
+    argv = [f"job.{name}" if word == path else word for word in plan.argv]
+    line = shlex.join(argv)
+    if output:
+        line = f"mkdir -p -- {shlex.quote(output)} && {line}"
     print(f"# keep it as job.{name}, and submit it by: {line}", file=sys.stderr)

@@ -44,7 +44,8 @@ class Output:
 
     def add(self, data: bytes) -> None:
         """Prints the lines that some output completes; b"": those that are late."""
-        self.take(self._lines.add(data) if data else self._lines.late())
+        lines = self._lines.add(data) if data else self._lines.late()
+        self.take(lines)
 
     def take(self, lines: Sequence[bytes]) -> None:
         """Parses reports, and prints the other lines."""

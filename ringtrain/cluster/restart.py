@@ -84,8 +84,10 @@ def remaining(
 def ranks_on(slots: int, num_ranks: int, min_ranks: int = 1) -> int:
     """Number of ranks for a restart: `num_ranks`, or its largest divisor up to `slots`; 0 if below `min_ranks`."""
     # A divisor distributes the global batch as evenly as before.
-    fitting = (n for n in range(min(slots, num_ranks), min_ranks - 1, -1) if n and num_ranks % n == 0)
-    return next(fitting, 0)
+    for number in range(min(slots, num_ranks), max(1, min_ranks) - 1, -1):
+        if num_ranks % number == 0:
+            return number
+    return 0
 
 
 def causes_of(results: Sequence[JobResult]) -> tuple[str, ...]:

@@ -110,10 +110,11 @@ def _slurm(environment: Mapping[str, str], _: Path) -> tuple[tuple[Host, ...], s
         tasks += [parse_number(match[1], where)] * int(match[2] or 1)
     if len(tasks) != len(names):
         # srun describes a step only: the rest of the allocation is not known in it.
-        step = f"this is a step of srun on {len(tasks)} of them: start it outside of srun, or"
+        fix = FIX
+        if "SLURM_STEP_NODELIST" in environment:
+            fix = f"this is a step of srun on {len(tasks)} of them: start it outside of srun, or {FIX}"
         raise HostsError(
-            f"{where}: got tasks of {len(tasks)} nodes, expected {len(names)} as in SLURM_JOB_NODELIST:"
-            f" {f'{step} ' if 'SLURM_STEP_NODELIST' in environment else ''}{FIX}"
+            f"{where}: got tasks of {len(tasks)} nodes, expected {len(names)} as in SLURM_JOB_NODELIST: {fix}"
         )
     mentions = (Mention("SLURM_JOB_NODELIST", name, slots) for name, slots in zip(names, tasks, strict=True))
     return collect(mentions, "SLURM_JOB_NODELIST"), "SLURM_JOB_NODELIST and SLURM_TASKS_PER_NODE"
@@ -168,7 +169,8 @@ def _kubernetes(environment: Mapping[str, str], folder: Path) -> tuple[tuple[Hos
         hosts = parse_hostfile("\n".join(lines), str(script))
     # Older operators omit the number of slots from their files, and set a variable of Open MPI.
     variable = "OMPI_MCA_orte_set_default_slots"
-    if all(host.slots == 1 for host in hosts) and (text := environment.get(variable)):
+    text = environment.get(variable)
+    if text and all(host.slots == 1 for host in hosts):
         slots = parse_number(text, variable)
         return tuple(replace(host, slots=slots) for host in hosts), f"{path} and {variable}"
     return hosts, str(path)

@@ -93,6 +93,8 @@ class Supervisor:
         self.reports = Reader(job.id)
         self.output = Output(self.reports, self.defers_failures)
         self.stopped_by = 0
+        self.noticed_host = ""
+        """the first that is taken away soon, for which the job was stopped"""
         self.lost_hosts: list[str] = []
         """that did not confirm the clean-up"""
         self._host_of_rank = [host.name for host in job.hosts for _ in range(host.slots)]
@@ -176,6 +178,7 @@ class Supervisor:
         while process.poll() is None:
             self._poll()
             now = time.monotonic()
+            self._take_notices()
             if self._received:
                 end_at_s = min(end_at_s, self._forward(self._received.pop(0)))
             if now > end_at_s:
@@ -185,6 +188,17 @@ class Supervisor:
         self.output.drain(stream.fileno())
         self._check_end(process.returncode)
         return process.returncode
+
+    def _take_notices(self) -> None:
+        """Ends the job as after SIGTERM, if a host is taken away soon."""
+        while self.agents.unasked:
+            self.output.end_line()
+            say(f"{self.agents.unasked.pop()} lacks the command of --preempt-notice: its notices are missed")
+        if self.agents.noticed and not self.noticed_host:
+            self.noticed_host = self.agents.noticed[0]
+            self.output.end_line()
+            say(f"{self.noticed_host} is taken away soon (--preempt-notice): the job ends as after SIGTERM")
+            self._received.append(signal.SIGTERM)
 
     def _check_start(self, began_s: float) -> None:
         """Compares planned and actual placement while ranks start."""
@@ -346,7 +360,10 @@ class Supervisor:
         if lost is not None:
             result = JobResult(2, str(lost))
         elif self.stopped_by and result.exit_code:
-            result = JobResult(128 + self.stopped_by, f"stopped by {signal.Signals(self.stopped_by).name}")
+            cause = signal.Signals(self.stopped_by).name
+            if self.noticed_host and self.stopped_by == signal.SIGTERM:
+                cause = f"a notice that {self.noticed_host} is taken away"
+            result = JobResult(128 + self.stopped_by, f"stopped by {cause}")
         lost_hosts = lost.hosts if lost else tuple(self.lost_hosts) if result.rank < 0 else ()
         placements = self.planned_placement.ranks()
         hosts = lost_hosts or ((placements[result.rank][0],) if 0 <= result.rank < len(placements) else ())

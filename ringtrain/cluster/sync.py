@@ -129,14 +129,15 @@ def explain(chosen: Sequence[Transfer]) -> list[tuple[str, str]]:
     if not chosen:
         return []
     first = chosen[0].host
-    rows = [
-        (shlex.join(flag.words), flag.reason)
-        for transfer in chosen
-        if transfer.host == first
-        for flag in transfer.plan.flags
-    ]
-    others = [host for host in dict.fromkeys(transfer.host for transfer in chosen) if host != first]
-    return [*rows, (listed(others), "the same, at the same time")] if others else rows
+    rows = []
+    for transfer in chosen:
+        if transfer.host == first:
+            rows += [(shlex.join(flag.words), flag.reason) for flag in transfer.plan.flags]
+    hosts = dict.fromkeys(transfer.host for transfer in chosen)
+    others = [host for host in hosts if host != first]
+    if others:
+        rows.append((listed(others), "the same, at the same time"))
+    return rows
 
 
 def send(chosen: Sequence[Transfer], is_elastic: bool) -> None:
@@ -186,10 +187,10 @@ def run(chosen: Sequence[Transfer]) -> dict[str, str]:
 def why_failed(transfer: Transfer, code: int, text: str) -> str:
     """Message about a host: rsync's or ssh's own line, and what to do."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = [
-        line for line in lines if not line.startswith("rsync error:") and "connection unexpectedly closed" not in line
-    ]
-    reason = said[-1] if said else f"rsync exited with code {code}"
+    reason = f"rsync exited with code {code}"
+    for line in lines:
+        if not line.startswith("rsync error:") and "connection unexpectedly closed" not in line:
+            reason = line
     host = transfer.host
     if code == NOT_FOUND or "rsync: command not found" in text:
         return f"{host} has no rsync: install it there (apt-get install rsync)"

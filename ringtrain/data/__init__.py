@@ -9,9 +9,18 @@ tfrecords:      TFRecord files and their index
 make_tfrecords: command: images to TFRecords
 spark_rows:     rows that Spark streams to this rank
 arrays:         arrays as Keras' fit takes them, and a rank's rows of each global batch
-records:        rows of Parquet and TFRecord files
-record_files:   blocks of these files, and the columns of one block
+records:        rows of files that are read while they are trained
+record_files:   such files of any kind
+table_files:    files with typed columns
+parquet_files:  Parquet
+arrow_files:    Arrow
+scanned_files:  files without a table of their rows
+tfrecord_files: TFRecords of any features
+tar_files:      tar files in WebDataset's layout
+class_folders:  images in a folder per class
+blocks:         what is read of a file at once
 data_files:     files behind paths and URLs
+range_cache:    what is read behind URLs, on a local disk
 block_cache:    blocks in memory, read ahead
 python_calls:   functions that threads of tf.data call, also while the process ends
 in_place:       rows of large NumPy arrays, read where they are
@@ -21,7 +30,8 @@ streams:        batches of a tf.data.Dataset or generator, and a rank's rows of 
 py_dataset:     batches of a finite PyDataset, by number, or a rank's rows of them
 from_rank_0:    batches that rank 0 sends to the other ranks
 whole_batches:  whole batches of a rank, for evaluation and prediction
-inputs:         training and validation data from arguments of Keras' fit
+fit_arguments:  arguments of Keras' fit
+inputs:         training and validation data from them
 sharding:       distribution of the samples over the ranks
 augment:        crops and flips, determined by seed and sample number
 pipeline:       batches as tf.data
@@ -36,9 +46,10 @@ from pathlib import Path
 from ringtrain.config import DataConfig
 from ringtrain.data.arrays import Arrays, NoSamples, NumberedRows, RowBatches
 from ringtrain.data.dataset import DataSet, Samples, Split, checksums
+from ringtrain.data.fit_arguments import FitArguments, is_nest
 from ringtrain.data.from_rank_0 import FromRank0, packed, read_on_rank_0
 from ringtrain.data.host_memory import share as share_on_host
-from ringtrain.data.inputs import FitArguments, inputs, is_nest, operations_by_rank, shapes_of
+from ringtrain.data.inputs import inputs, operations_by_rank, shapes_of
 from ringtrain.data.parts import Header, Parts, rows_of
 from ringtrain.data.pipeline import dealt_batches, evaluation_batches, training_batches
 from ringtrain.data.records import Records

@@ -36,12 +36,13 @@ class BlockCache:
     Args:
         read: Reads a block.
         max_bytes: Of all blocks, besides those that one call needs.
+        num_threads: That read.
 
     Attributes:
         num_read: Number of blocks that were read.
     """
 
-    def __init__(self, read: Callable[[int], Values], max_bytes: int) -> None:
+    def __init__(self, read: Callable[[int], Values], max_bytes: int, num_threads: int = NUM_THREADS) -> None:
         self.read, self.max_bytes, self.num_read = read, max_bytes, 0
         self._ahead: OrderedDict[int, Future[Values]] = OrderedDict()
         """blocks that were not used yet"""
@@ -50,7 +51,7 @@ class BlockCache:
         self._sizes: dict[int, int] = {}
         """bytes of the blocks that are read"""
         self._lock = threading.Lock()
-        self._readers = _Readers()
+        self._readers = _Readers(num_threads)
         weakref.finalize(self, self._readers.close).atexit = False  # then, python_calls does
 
     def start(self, numbers: Iterable[int]) -> None:
@@ -85,7 +86,8 @@ class BlockCache:
 
     def _start(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            if number not in self._used and number not in self._ahead:
+            future = self._ahead.get(number)
+            if number not in self._used and (future is None or (future.done() and future.exception())):
                 self._ahead[number] = self._readers.start(self.read, number)
                 self.num_read += 1
 
@@ -100,7 +102,8 @@ class BlockCache:
                     self._sizes[number] = num_bytes(future.result())
         known = self._used.keys() | self._ahead.keys()
         self._sizes = {number: size for number, size in self._sizes.items() if number in known}
-        ahead = self._dropped(self._ahead, self.max_bytes // 2, ())
+        newest = next(reversed(self._ahead), -1)  # which may be larger than that, and is needed soon
+        ahead = self._dropped(self._ahead, self.max_bytes // 2, {newest})
         self._dropped(self._used, self.max_bytes - ahead, {*kept})
 
     def _dropped(self, blocks: OrderedDict[int, Future[Values]], max_bytes: int, kept: Iterable[int]) -> int:
@@ -117,11 +120,11 @@ class BlockCache:
 class _Readers:
     """Threads that read blocks. They do not keep a process from its end, nor the cache alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int) -> None:
         python_calls.close_at_end.add(self)
         self._is_closed, self._open_futures = False, set[Future[Values]]()
-        self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        for _ in range(NUM_THREADS):
+        self._num_threads, self._work = num_threads, queue.SimpleQueue[Any]()
+        for _ in range(num_threads):
             threading.Thread(target=self._read_all, name="ringtrain-blocks", daemon=True).start()
 
     def start(self, read: Callable[[int], Values], number: int) -> Future[Values]:
@@ -135,7 +138,7 @@ class _Readers:
     def close(self) -> None:
         """Ends the threads, and what waits for a block."""
         self._is_closed = True
-        for _ in range(NUM_THREADS):
+        for _ in range(self._num_threads):
             self._work.put(None)
         for future in [*self._open_futures]:
             with contextlib.suppress(InvalidStateError):

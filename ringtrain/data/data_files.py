@@ -6,13 +6,17 @@ URLs are those of fsspec's file systems: s3:// with the package s3fs, gs:// with
 from __future__ import annotations
 
 import glob
+import io
+import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
-from ringtrain.errors import DataError
+from ringtrain.data.range_cache import RangeCache
+from ringtrain.errors import DamagedData, DataError
 
 NUM_THREADS = 16
 """that look at files"""
@@ -20,110 +24,233 @@ NUM_TRIES = 5
 """of a read from a store, besides those of its library"""
 FIRST_PAUSE_S = 0.5
 """after the first try; it doubles"""
-TAGS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "updated", "created")
+TAGS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "generation",
+    "blob_id",
+    "mtime",
+    "modificationTime",
+    "LastModified",
+    "Last-Modified",
+    "updated",
+    "created",
+)
 """fields by which file systems tell that a file has changed"""
+IMAGES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp")
+"""ends of the names of images"""
+NOTES = (".json", ".md", ".txt")
+"""ends of the names of files that lie beside others in a folder"""
+INDEX = ".idx"
+"""end of the name of a file's index, which lies next to it"""
+OTHER_INDEX = "is not the index of this file: write it again with ringtrain data index"
+WINDOW = 8 << 20
+"""bytes that are asked for at once of a file that is read from its begin to its end"""
 Result = TypeVar("Result")
+Key = TypeVar("Key")
 
 
-class Remote(NamedTuple):
-    """A file behind a URL."""
+class DataFile(NamedTuple):
+    """A file on disk or behind a URL, as it was when it was found."""
 
     url: str
-
-    @property
-    def store(self) -> Any:
-        """File system of fsspec, one for all files of a store."""
-        return self._store_and_path[0]
-
-    @property
-    def path(self) -> str:
-        """Path in the store."""
-        return str(self._store_and_path[1])
+    """or its path"""
+    size: int
+    """bytes"""
+    version: str
+    """changes with the content; "": a store that does not tell"""
+    cache: RangeCache | None = None
+    """what is read behind a URL is kept there"""
 
     @property
     def name(self) -> str:
         return self.url.rpartition("/")[2]
 
     @property
-    def _store_and_path(self) -> tuple[Any, str]:
-        try:
-            import fsspec
-
-            return fsspec.core.url_to_fs(self.url)
-        except (ImportError, ValueError) as error:  # fsspec, or the store's package, is missing or does not exist
-            is_fsspec = isinstance(error, ModuleNotFoundError) and error.name == "fsspec"
-            hint = ": pip install 'ringtrain[records]'" if is_fsspec else ""
-            raise DataError(f"{self.url}: cannot be read: {_text_of(error)}{hint}") from error
+    def is_remote(self) -> bool:
+        return "://" in self.url
 
     def __str__(self) -> str:
         return self.url
 
 
-File = Path | Remote
-AnyFile = TypeVar("AnyFile", bound=File)
-
-
-def files_of(files: str | Path | Sequence[str | Path]) -> list[File]:
+def files_of(files: str | Path | Sequence[str | Path], cache: RangeCache | None = None) -> list[DataFile]:
     """Files that a path, folder, pattern, URL, or a list of these stands for; in folders by the order of their names.
 
     Raises:
-        DataError: There is none, or a URL cannot be read.
+        DataError: There is none, or one cannot be read.
     """
     given = [files] if isinstance(files, str | Path) else list(files)
-    if not given:
+    if not all(map(str, given)) or not given:
         raise DataError("ringtrain.Records: got no files, expected a path, a folder, a pattern, or several in a list")
-    paths: list[File] = []
+    urls: list[str] = []
     for text in map(str, given):
         found = _behind_url(text) if "://" in text else _on_disk(text)
         if not found:
             raise DataError(f"ringtrain.Records: no file {text}")
-        paths += found
-    return paths
+        urls += found
+    twice = next((url for url, count in Counter(urls).items() if count > 1), None)
+    if twice:
+        raise DataError(f"ringtrain.Records: {twice} is named twice: its rows would be trained twice as often")
+    urls = [url for url in urls if not url.endswith(INDEX)] or urls
+    states = of_each(state_of, urls)
+    return [DataFile(url, *states[url], cache) for url in urls]
 
 
-def state_of(path: File) -> tuple[int, str]:
+def state_of(url: str) -> tuple[int, str]:
     """Size of a file in bytes, and what changes with its content; raises DataError if it cannot be read."""
 
     def read() -> tuple[int, str]:
-        if isinstance(path, Path):
-            state = path.stat()
+        if "://" not in url:
+            state = os.stat(url)
             return state.st_size, str(state.st_mtime_ns)
-        path.store.invalidate_cache(path.path.rpartition("/")[0])  # ask the store again
-        found = path.store.info(path.path)
-        return int(found["size"]), str([found.get(tag) for tag in TAGS])
+        store, path = store_of(url)
+        store.invalidate_cache(path.rpartition("/")[0])  # ask the store again
+        found = store.info(path)
+        tags = [found.get(tag) for tag in TAGS]
+        return int(found["size"]), str(tags) if any(tags) else ""
 
-    return with_retries(read, path, f"{path}: cannot be read")
+    return with_retries(read, url, f"{url}: cannot be read")
 
 
-def of_each(function: Callable[[AnyFile], Result], paths: Iterable[AnyFile]) -> dict[AnyFile, Result]:
+def check_unchanged(file: DataFile) -> None:
+    """Raises DataError if a file has changed since it was found."""
+    if state_of(file.url) != (file.size, file.version):
+        raise DataError(f"{file}: has changed since it was opened")
+
+
+def of_each(function: Callable[[Key], Result], keys: Iterable[Key]) -> dict[Key, Result]:
     """Results of a function of each file, from several threads, as each takes a while behind a URL."""
     with ThreadPoolExecutor(NUM_THREADS) as threads:
-        different = [*dict.fromkeys(paths)]
+        different = [*dict.fromkeys(keys)]
         return dict(zip(different, threads.map(function, different), strict=True))
 
 
-def first_bytes(path: File, number: int) -> bytes:
-    """The first bytes of a file; raises DataError if it cannot be read."""
+def read_file(file: DataFile, read: Callable[[Any], Result], message: str = "", window: int = 0) -> Result:
+    """Calls `read` with a file, opened in binary.
+
+    Args:
+        message: Of an error, which follows it.
+        window: Bytes that are asked for at once behind a URL, and not kept; 0: what `read` asks for.
+
+    Raises:
+        DamagedData: `read` has refused the content.
+        DataError: It cannot be read, or has changed since it was found.
+    """
+    remote = _RemoteFile(file, keeps=not window) if file.is_remote else None
+    try:
+        with remote or open(file.url, "rb", buffering=0) as opened:
+            result = read(io.BufferedReader(remote, window) if remote and window else opened)
+    except Exception as error:  # of the system, pyarrow, tarfile, or the library of a store
+        if not remote or remote.num_requests:
+            check_unchanged(file)  # one that has changed may look damaged
+        if isinstance(error, DataError | MemoryError):
+            raise
+        is_damage = not (remote and remote.is_asking) and not (isinstance(error, OSError) and error.errno)
+        kind = DamagedData if is_damage else DataError
+        raise kind(f"{message or f'{file}: cannot be read'}: {_text_of(error)}") from error
+    if not remote or remote.num_requests:
+        check_unchanged(file)
+    if remote and file.cache:
+        for key, content in remote.answers.items():
+            file.cache.put(key, content)
+    return result
+
+
+def cached(file: DataFile, name: str, make: Callable[[], bytes]) -> bytes:
+    """Returns the result of `make`, which is kept under a name in the file's cache."""
+    if not file.cache or not file.version:
+        return make()
+    key = f"{file.url}\n{file.version}\n{name}"
+    content = file.cache.get(key)
+    if content is None:
+        content = make()
+        file.cache.put(key, content)
+    return content
+
+
+def index_of(file: DataFile) -> str:
+    """Text of the index next to a file behind a URL; "": there is none."""
+    store, path = store_of(file.url + INDEX)
 
     def read() -> bytes:
-        with open_file(path) as file:
-            return bytes(file.read(number))
+        try:
+            return bytes(store.cat_file(path))
+        except (FileNotFoundError, PermissionError):  # by which a store may say that there is none
+            return b""
 
-    return with_retries(read, path, f"{path}: cannot be read")
-
-
-def open_file(path: File) -> Any:
-    """A file, opened to be read in binary. What is read behind a URL is not kept."""
-    return path.open("rb") if isinstance(path, Path) else path.store.open(path.path, "rb", cache_type="none")
+    return with_retries(read, file.url, f"{file}{INDEX}: cannot be read").decode(errors="surrogateescape")
 
 
-def with_retries(read: Callable[[], Result], path: File, message: str) -> Result:
-    """Calls `read`, several times if the file is behind a URL and the error may pass.
+class _RemoteFile(io.RawIOBase):
+    """A file behind a URL. Each read asks its store, unless the cache has the answer.
+
+    Args:
+        keeps: To keep answers for the cache.
+    """
+
+    def __init__(self, file: DataFile, keeps: bool) -> None:
+        self.file, self.position = file, 0
+        self.keeps = keeps and file.cache is not None and bool(file.version)
+        self.answers: dict[str, bytes] = {}
+        """by the cache's keys"""
+        self.num_requests, self.is_asking = 0, False
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.file.size}[whence]
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        content = self.read(len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self.file.size - self.position)
+        length = left if size is None or size < 0 else min(size, left)
+        content = self._range(self.position, self.position + length) if length else b""
+        self.position += length
+        return content
+
+    def _range(self, begin: int, end: int) -> bytes:
+        file, key = self.file, f"{self.file.url}\n{self.file.version}\n{begin}-{end}"
+        content = file.cache.get(key) if self.keeps and file.cache else None
+        if content is not None:
+            return content
+
+        def ask() -> bytes:
+            store, path = store_of(file.url)
+            answer = bytes(store.cat_file(path, start=begin, end=end))
+            if len(answer) != end - begin:
+                raise OSError(f"got {len(answer):,} bytes from {begin:,} on, expected {end - begin:,}")
+            return answer
+
+        self.num_requests += 1
+        self.is_asking = True
+        content = with_retries(ask, file.url, f"{file}: cannot be read")
+        self.is_asking = False
+        if self.keeps:
+            self.answers[key] = content
+        return content
+
+
+def with_retries(read: Callable[[], Result], url: str, message: str) -> Result:
+    """Calls `read`, several times if it is of a URL and the error may pass.
 
     Raises:
         DataError: With a message and the last error, in one line.
     """
-    num_tries = NUM_TRIES if isinstance(path, Remote) else 1
+    num_tries = NUM_TRIES if "://" in url else 1
     for number in range(num_tries):
         if number:
             time.sleep(FIRST_PAUSE_S * 2 ** (number - 1))
@@ -145,36 +272,65 @@ def _text_of(error: Exception) -> str:
     return text[:300] or type(error).__name__
 
 
-def _on_disk(text: str) -> list[File]:
-    names = [text] if Path(text).exists() else sorted(glob.glob(text, recursive=True))
-    return [path for name in names for path in _in_folder(Path(name))]
+def store_of(url: str) -> tuple[Any, str]:
+    """File system of fsspec, one for all files of a store, and the path in it; raises DataError if there is none."""
+    try:
+        import fsspec
+
+        return fsspec.core.url_to_fs(url)
+    except Exception as error:  # fsspec, or the store's package, is missing, or the store does not answer
+        is_fsspec = isinstance(error, ModuleNotFoundError) and error.name == "fsspec"
+        hint = ": pip install 'ringtrain[records]'" if is_fsspec else ""
+        raise DataError(f"{url}: cannot be read: {_text_of(error)}{hint}") from error
 
 
-def _in_folder(path: Path) -> list[Path]:
-    """A file, or those in a folder and the folders in it."""
-    if not path.is_dir():
+def _on_disk(text: str) -> list[str]:
+    path = os.path.abspath(os.path.expanduser(text))
+    names = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+    return [*dict.fromkeys(file for name in names for file in _in_folder(name))]
+
+
+def _in_folder(path: str) -> list[str]:
+    """A file, or those in a folder and the folders in it, also behind symbolic links."""
+    if not os.path.isdir(path):
         return [path]
-    return [file for file in sorted(path.rglob("*")) if file.is_file() and not _is_hidden(file.relative_to(path))]
+    found: list[str] = []
+    above: dict[str, set[str]] = {path: {os.path.realpath(path)}}
+    """real names of a folder and of those in which it is"""
+    for folder, folders, names in os.walk(path, followlinks=True):
+        found += [os.path.join(folder, name) for name in names]
+        inside = {name: os.path.join(folder, name) for name in folders}
+        folders[:] = [name for name, inner in inside.items() if os.path.realpath(inner) not in above[folder]]  # no loop
+        above |= {inside[name]: above[folder] | {os.path.realpath(inside[name])} for name in folders}
+    files = [file for file in found if not _is_hidden(os.path.relpath(file, path)) and os.path.isfile(file)]
+    return sorted(files, key=_parts)
 
 
-def _behind_url(url: str) -> list[File]:
-    given = Remote(url)
+def _behind_url(url: str) -> list[str]:
+    store, path = store_of(url)
 
-    def found() -> list[File]:
-        store, path = given.store, given.path
+    def found() -> list[str]:
         names: list[str] = []
-        for name in store.glob(path) if "*" in path else [path]:
+        for name in sorted(store.glob(path), key=_parts) if "*" in path else [path]:
             # fsspec's `exists` and `isdir` take an error for no.
             if store.info(name)["type"] == "directory":
-                inside = [(file, PurePosixPath(file).relative_to(PurePosixPath(name))) for file in store.find(name)]
-                names += [file for file, part in inside if not _is_hidden(part) and not file.endswith("/")]
+                inside = [
+                    (file, str(PurePosixPath(file).relative_to(PurePosixPath(name)))) for file in store.find(name)
+                ]
+                files = [file for file, part in inside if not _is_hidden(part) and not file.endswith("/")]
+                names += sorted(files, key=_parts)
             else:
                 names.append(name)
-        return [Remote(store.unstrip_protocol(name)) for name in sorted(names)]
+        return [store.unstrip_protocol(name) for name in dict.fromkeys(names)]
 
-    return with_retries(found, given, f"{url}: cannot be read")
+    return with_retries(found, url, f"{url}: cannot be read")
 
 
-def _is_hidden(path: PurePosixPath | Path) -> bool:
-    """Returns whether a file name such as _SUCCESS or .crc marks a file without data."""
-    return any(part.startswith(("_", ".")) for part in path.parts)
+def _parts(path: str) -> list[str]:
+    return path.split("/")
+
+
+def _is_hidden(path: str) -> bool:
+    """Returns whether a name in a folder, such as _SUCCESS, .crc or labels.txt, marks a file without rows."""
+    starts, name = {part[0] for part in _parts(path)}, path.lower()
+    return "." in starts or name.endswith(NOTES) or ("_" in starts and not name.endswith(IMAGES))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import re
 import sys
 import zlib
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from ringtrain.data.augment import picture
 from ringtrain.data.dataset import Split, spaced
 from ringtrain.errors import DataError
+from ringtrain.protocol import cores
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -99,72 +99,76 @@ class Images(Split):
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
         """Reads samples in parallel, in order. A crop depends on seed, epoch and sample only: not on ranks or a resume.
 
-        An unreadable sample is returned as a marked blank: an exception would lose its number.
+        An error would lose the number of an unreadable sample. Its batch comes without it, and with the others' places.
         """
         import tensorflow as tf
 
-        threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
-        threads = min(threads, MAX_THREADS)
+        threads = min(cores.num_threads(tf.config.threading.get_intra_op_parallelism_threads()), MAX_THREADS)
+        training = seed is not None
 
-        def numbered(epoch: tf.Tensor, numbers: tf.Tensor) -> tf.data.Dataset:
-            return tf.data.Dataset.from_tensor_slices(numbers).map(lambda number: (epoch, number))
+        def of_batch(epoch: tf.Tensor, numbers: tf.Tensor) -> tf.data.Dataset:
+            def read(place: tf.Tensor, number: tf.Tensor) -> tf.data.Dataset:
+                return self.read(number).map(lambda encoded, label: (place, number, encoded, label)).ignore_errors()
 
-        def sample(epoch: tf.Tensor, number: tf.Tensor) -> tf.data.Dataset:
-            crop = None
-            if seed is not None and self.augment:
-                crop = tf.stack([tf.constant(seed, tf.int64), epoch * self.num_images + number])
-
-            def decode(encoded: tf.Tensor, label: tf.Tensor) -> tuple[Any, ...]:
+            def decode(place: tf.Tensor, number: tf.Tensor, encoded: tf.Tensor, label: tf.Tensor) -> tuple[Any, ...]:
+                crop = None
+                if training and self.augment:
+                    crop = tf.stack([tf.constant(seed, tf.int64), epoch * self.num_images + number])
                 in_range = tf.debugging.Assert((label >= 0) & (label < self.num_classes), [label])
                 with tf.control_dependencies([in_range] if in_range is not None else []):
-                    return number, True, picture(encoded, self.size, crop), label
+                    return place, picture(encoded, self.size, crop), label
 
-            blank = (number, False, tf.zeros([self.size, self.size, 3]), tf.constant(0, tf.int64))
-            good = self.read(number).map(decode).ignore_errors()
-            return good.concatenate(tf.data.Dataset.from_tensors(blank)).take(1)
+            numbered = tf.data.Dataset.from_tensor_slices((tf.range(tf.size(numbers, tf.int64)), numbers))
+            samples = numbered.interleave(read, cycle_length=threads, num_parallel_calls=threads, deterministic=True)
+            decoded = samples.map(decode, num_parallel_calls=threads, deterministic=True).ignore_errors()
+            ints = tf.zeros([0], tf.int64)
+            nothing = tf.data.Dataset.from_tensors((ints, tf.zeros([0, self.size, self.size, 3]), ints))
+            good = decoded.batch(batch_size).concatenate(nothing).take(1)
+            return good.map(lambda *values: (numbers, *values))
 
-        samples = order.flat_map(numbered).interleave(
-            sample, cycle_length=threads, num_parallel_calls=threads, deterministic=True
-        )
-        training = seed is not None
-        batches = samples.batch(batch_size, drop_remainder=training)
-        batches = batches.map(functools.partial(self._readable, training=training))
+        # Two batches at a time: the last samples of one would leave some of several threads without work.
+        together = min(2, threads)
+        batches = order.interleave(of_batch, cycle_length=together, num_parallel_calls=together, deterministic=True)
+        batches = batches.map(functools.partial(self._whole, batch_size=batch_size if training else None))
         if training:
             return batches
         if self.unreadable.skip:
             return batches.filter(lambda images, labels: tf.size(labels) > 0)
         return batches.apply(tf.data.experimental.assert_cardinality(order.cardinality()))
 
-    def _readable(
-        self, numbers: tf.Tensor, readable: tf.Tensor, images: tf.Tensor, labels: tf.Tensor, training: bool
+    def _whole(
+        self, numbers: tf.Tensor, places: tf.Tensor, images: tf.Tensor, labels: tf.Tensor, batch_size: int | None
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Reports the blanks of a batch, and replaces them in training or drops them in evaluation."""
+        """Reports the samples that a batch lacks; in training, of batches of `batch_size`, others replace them."""
         import tensorflow as tf
 
-        def report(blanks: NDArray[np.int64], anything_left: np.bool_) -> NDArray[np.bool_]:
+        def report(missing: NDArray[np.int64], anything_left: np.bool_) -> NDArray[np.bool_]:
             with contextlib.suppress(DataError):  # the error is kept, and raised on all ranks together
-                for number in blanks.tolist():
+                for number in missing.tolist():
                     self.unreadable.numbers.add(number)
                     self.unreadable.add(self.name_of(number), self._problem(number))
-            if training and not anything_left:
-                message = f"{self.name_of(int(blanks[0]))}: and no other sample of its batch can be read"
+            if batch_size and not anything_left:
+                message = f"{self.name_of(int(missing[0]))}: and no other sample of its batch can be read"
                 self.unreadable.error = self.unreadable.error or DataError(message)
             return np.array(True)
 
-        def without_blanks() -> tuple[tf.Tensor, tf.Tensor]:
-            blanks = tf.boolean_mask(numbers, ~readable)
-            anything_left = tf.reduce_any(readable)
-            with tf.control_dependencies([tf.numpy_function(report, [blanks, anything_left], tf.bool)]):
-                good = tf.cast(tf.where(readable)[:, 0], tf.int32)
-            if not training:
-                return tf.gather(images, good), tf.gather(labels, good)
-            # others of the batch replace them: every step of every rank keeps its number of samples
-            places = tf.range(tf.size(numbers))
-            good = tf.cond(anything_left, lambda: good, lambda: places)
-            chosen = tf.where(readable, places, tf.gather(good, places % tf.size(good)))
-            return tf.gather(images, chosen), tf.gather(labels, chosen)
+        def with_others() -> tuple[tf.Tensor, tf.Tensor]:
+            num_good = tf.size(places)
+            readable = tf.scatter_nd(places[:, tf.newaxis], tf.ones_like(places), tf.shape(numbers, tf.int64)) > 0
+            reported = tf.numpy_function(report, [tf.boolean_mask(numbers, ~readable), num_good > 0], tf.bool)
+            with tf.control_dependencies([reported]):
+                if not batch_size:
+                    return tf.identity(images), tf.identity(labels)
+                # Every step of every rank keeps its number of samples. If there are none, the error ends training.
+                others = tf.range(batch_size) % tf.maximum(1, num_good)
+                chosen = tf.where(readable, tf.cumsum(tf.cast(readable, tf.int32), exclusive=True), others)
+                blanks = tf.cast(num_good == 0, tf.int32)
+                padded = tf.pad(images, [[0, blanks], [0, 0], [0, 0], [0, 0]]), tf.pad(labels, [[0, blanks]])
+                return tf.gather(padded[0], chosen), tf.gather(padded[1], chosen)
 
-        return tf.cond(tf.reduce_all(readable), lambda: (images, labels), without_blanks)
+        is_whole = tf.equal(tf.size(places), tf.size(numbers))
+        images, labels = tf.cond(is_whole, lambda: (images, labels), with_others)
+        return tf.ensure_shape(images, [batch_size, *images.shape[1:]]), tf.ensure_shape(labels, [batch_size])
 
     def _problem(self, number: int) -> str:
         """Reads a sample again by itself, to find out what is wrong with it."""

@@ -1,9 +1,11 @@
-"""Rows of Parquet and TFRecord files, which are read while they are trained."""
+"""Rows of files, which are read while they are trained."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,11 +16,14 @@ from numpy.typing import NDArray
 
 from ringtrain.data import pipeline_graph, sharding
 from ringtrain.data.arrays import NumberedRows
-from ringtrain.data.block_cache import BlockCache, num_bytes
-from ringtrain.data.data_files import of_each, state_of
+from ringtrain.data.block_cache import NUM_THREADS, BlockCache, num_bytes
+from ringtrain.data.blocks import Columns
+from ringtrain.data.data_files import files_of
+from ringtrain.data.image_files import Unreadable
 from ringtrain.data.python_calls import of_tensorflow, weakly
-from ringtrain.data.record_files import Columns, opened
-from ringtrain.errors import DataError
+from ringtrain.data.range_cache import RangeCache
+from ringtrain.data.record_files import opened
+from ringtrain.errors import DamagedData, DataError
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -28,25 +33,35 @@ LANES = (48, 24, 12, 6, 4, 3, 2, 1)
 AHEAD = 16
 """batches whose blocks are read before they are trained, if they fit into a quarter of the memory"""
 MEMORY_MB = 256
+CACHE, CACHE_GB = "ringtrain-cache", 10
+REMOTE_READERS = 8
+"""threads that read blocks behind URLs, where each waits"""
 
 
 class Records:
-    """Rows of Parquet or TFRecord files for `ringtrain.fit`, `evaluate` and `predict`. They may be larger than memory.
+    """Rows of files for `ringtrain.fit`, `evaluate` and `predict`. They may be larger than memory.
 
-    Each rank reads the blocks (row groups, successive records) of its own rows. Every epoch has another order, which
-    follows from the seed, the epoch and the batch size, and not from the number of ranks: blocks are shuffled, and
-    their rows, and a batch has rows of `lanes` blocks. A resumed run continues within an epoch and reads nothing twice.
+    Files are Parquet, Arrow, TFRecord, tar in WebDataset's layout, or images in a folder per class. Each rank reads the
+    blocks (row groups, successive records, or an image) of its own rows. Every epoch has another order, which depends
+    on seed, epoch, batch size and `memory_mb`, and not on the number of ranks: blocks are shuffled, and their rows, and
+    a batch has rows of `lanes` blocks. A resumed run continues within an epoch and trains no row twice.
 
     Args:
         files: Path of a file, of a folder, or a pattern such as "rows/*.parquet", or several in a list. Also a URL such
-            as "s3://bucket/rows" of Parquet files, for which the package of its file system is installed (s3fs).
-        inputs: Column of the inputs x. A list of columns is one array with these columns; a dict, several inputs.
+            as "s3://bucket/rows", for which the package of its file system is installed (s3fs).
+        inputs: Column of the inputs x: of tar files, the ending of a member such as "jpg"; of images, "image", "class"
+            or "path". A list of columns is one array with these columns; a dict, several inputs.
         target: The same for y. None: there are no targets.
         weight: Column with the weight of each row.
         transform: Function of TensorFlow, from (x,), (x, y) or (x, y, weight) of a batch to what is trained. It has no
             state, and computes each row by itself.
         features: Of TFRecords, as for `tf.io.parse_example`. None: those of the first record, with its lengths.
         memory_mb: Memory of a rank for blocks, about.
+        cache: Folder on a local disk for what is read behind URLs. The processes of a host share it. "": none.
+        cache_gb: Limit of its files. When it is full, files that were not used since this was opened are deleted.
+        on_error: "fail", or "skip": in training, other rows replace those of a damaged block. Which ones depends on the
+            number of ranks. Evaluation, prediction and opening a file still fail.
+        class_names: Of images: names of all folders, whose places are the classes. None: those of the files, sorted.
 
     Attributes:
         lanes: Number of blocks that are read at once, at most, by all ranks together.
@@ -68,40 +83,62 @@ class Records:
         transform: Callable[..., Any] | None = None,
         features: Mapping[str, Any] | None = None,
         memory_mb: int = MEMORY_MB,
+        cache: str | Path = "",
+        cache_gb: float = CACHE_GB,
+        on_error: str = "fail",
+        class_names: Sequence[str] | None = None,
     ) -> None:
         if weight is not None and target is None:
             raise DataError("ringtrain.Records: got a weight without a target, which it would stand for: name both")
-        if not memory_mb >= 1:
+        if cache and not 0 < cache_gb < math.inf:
+            raise DataError(f"ringtrain.Records: got cache_gb {cache_gb}, expected more than 0")
+        if on_error not in ("fail", "skip"):
+            raise DataError(f"ringtrain.Records: got on_error {on_error!r}, expected fail or skip")
+        if not 1 <= memory_mb < math.inf:
             raise DataError(f"ringtrain.Records: got memory_mb {memory_mb}, expected at least 1")
         self.nest = tuple(part for part in (inputs, target, weight) if part is not None)
         self.transform = transform
         self.parts = [*_parts_of(self.nest)]
         self.columns = sorted({name for part in self.parts for name in _names_in(part)})
+        kept = RangeCache(_folder_in(cache), int(cache_gb * 2**30), time.time()) if cache else None
+        self.unreadable = Unreadable(on_error == "skip")
         random_state = random.getstate()
-        self.files = opened(files, self.columns, features)
-        self.blocks = self.files.blocks
-        self.states = of_each(state_of, (block.path for block in self.blocks))
-        """size and version of each file"""
+        try:
+            self.files = opened(files_of(files, kept), self.columns, features, class_names)
+            self.blocks = self.files.blocks
+            first = self._first_block()
+        finally:
+            random.setstate(random_state)  # which a store's library may use when it tries again, and Keras for weights
         self.starts = np.cumsum([0, *(block.num_rows for block in self.blocks)])
         # Memory follows from a block as it is read: files may be compressed.
-        first = self._read(0)
-        random.setstate(random_state)  # which a store's library may use when it tries again, and Keras for weights
-        self.specs = [(values.dtype, values.shape[1:]) for values in first]
+        number, values = first
+        self.specs = [(array.dtype, array.shape[1:]) for array in values]
         """dtype of each part, and shape of its rows"""
-        self.bytes_of_row = num_bytes(first) / self.blocks[0].num_rows
+        self.bytes_of_row = max(1, num_bytes(values) / self.blocks[number].num_rows)
         max_bytes = int(memory_mb * 2**20)
-        of_largest = self.bytes_of_row * max(block.num_rows for block in self.blocks)
+        sizes = [block.end - block.begin or block.num_rows for block in self.blocks]
+        of_largest = num_bytes(values) * max(sizes) / sizes[number]
         self.lanes = next((number for number in LANES if 2 * number * of_largest <= max_bytes), 1)
-        self.cache = BlockCache(weakly(self.block), max_bytes)
+        self.cache = self._cache_of(max_bytes)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"cache": self.cache.max_bytes}  # of a copy: its own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, cache=BlockCache(weakly(self.block), state["cache"]))
+        self.__dict__.update(state)
+        self.cache = self._cache_of(state["cache"])
+
+    def _cache_of(self, max_bytes: int) -> BlockCache:
+        is_remote = any(block.file.is_remote for block in self.blocks)
+        return BlockCache(weakly(self.block), max_bytes, REMOTE_READERS if is_remote else NUM_THREADS)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """Names of the folders of images, whose places are the classes; None: of other files."""
+        return getattr(self.files, "class_names", None)
 
     def dataset(self, batch_size: int, seed: int | None = None, epoch: int = 0) -> tf.data.Dataset:
         """Batches of all rows as a dataset, for Keras without ringtrain. Each iteration has the order of another epoch.
@@ -137,7 +174,7 @@ class Records:
 
     def values_of(self, numbers: NDArray[np.int64]) -> list[NDArray[Any]]:
         """Values of each part of the nest in the rows with these numbers."""
-        of_rows = np.searchsorted(self.starts, numbers, side="right") - 1
+        of_rows = self._blocks_of(numbers)
         by_block = np.argsort(of_rows, kind="stable")
         found, begins = np.unique(of_rows[by_block], return_index=True)
         blocks = self.cache.take(found.tolist())
@@ -151,29 +188,74 @@ class Records:
                     of_part[places] = of_block[rows]
         return values
 
+    def values_or_others(self, numbers: NDArray[np.int64]) -> list[NDArray[Any]]:
+        """The same, with other rows in place of those of damaged blocks, if these are skipped."""
+        while True:
+            others = self._others(numbers)
+            try:
+                return self.values_of(others)
+            except DamagedData:
+                if not self.unreadable.skip:
+                    raise
+            for number in np.unique(self._blocks_of(others)).tolist():
+                try:
+                    self.cache.take([number])
+                except DamagedData as error:
+                    self._skip(number, error)
+
+    def _others(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        of_rows = self._blocks_of(numbers)
+        is_damaged = np.isin(of_rows, list(self.unreadable.numbers))
+        if not is_damaged.any():
+            return numbers
+        others = numbers[~is_damaged]
+        if not len(others):  # the block after them that can be read, or the first
+            readable = [number for number in range(len(self.blocks)) if number not in self.unreadable.numbers]
+            if not readable:
+                raise DataError(f"{self.blocks[of_rows[0]].name} cannot be read, nor any other")
+            nearest = next((number for number in readable if number > of_rows[0]), readable[0])
+            others = np.arange(self.starts[nearest], self.starts[nearest + 1])
+        return np.where(is_damaged, np.resize(others, len(numbers)), numbers)
+
+    def _skip(self, number: int, error: DamagedData) -> None:
+        block = self.blocks[number]
+        problem = str(error).removeprefix(block.name).removeprefix(": ").strip()
+        self.unreadable.add(block.name, f"{block.num_rows:,} rows: {problem}")
+        self.unreadable.skipped.update(f"{block.name}: row {row}" for row in range(1, block.num_rows))
+        self.unreadable.numbers.add(number)
+
+    def _blocks_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.searchsorted(self.starts, numbers, side="right") - 1
+
     def block(self, number: int) -> list[NDArray[Any]]:
         """Values of each part of the nest in a block, from its file."""
         values = self._read(number)
-        for part, of_part, (_, shape) in zip(self.parts, values, self.specs, strict=True):
-            if of_part.shape[1:] != shape:
+        for part, of_part, (dtype, shape) in zip(self.parts, values, self.specs, strict=True):
+            if of_part.shape[1:] != shape or of_part.dtype != dtype:
                 raise DataError(
-                    f"{self.blocks[number].name}: {part} has rows of shape {of_part.shape[1:]}, expected {shape} as in"
-                    f" {self.blocks[0].path}"
+                    f"{self.blocks[number].name}: {part} has rows of shape {of_part.shape[1:]} and {of_part.dtype},"
+                    f" expected {shape} and {dtype} as in {self.blocks[0].file}"
                 )
         return values
 
+    def _first_block(self) -> tuple[int, list[NDArray[Any]]]:
+        """Number and values of the first block, or of the first that is not skipped."""
+        for number in range(len(self.blocks)):
+            try:
+                return number, self._read(number)
+            except DamagedData as error:
+                if not self.unreadable.skip:
+                    raise
+                self._skip(number, error)
+        raise DataError(f"{self.blocks[0].name} cannot be read, nor any other")
+
     def _read(self, number: int) -> list[NDArray[Any]]:
-        block = self.blocks[number]
-        try:
-            columns = self.files.read(block)
-        finally:  # a file that has changed may be read, or look damaged
-            if state_of(block.path) != self.states[block.path]:
-                raise DataError(f"{block.path}: has changed since it was opened")
+        columns = self.files.read(self.blocks[number])
         return [_joined(part, columns) for part in self.parts]
 
     def start(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Starts to read the blocks of rows; returns the rows' numbers."""
-        self.cache.start(np.unique(np.searchsorted(self.starts, numbers, side="right") - 1).tolist())
+        self.cache.start(set(self._blocks_of(numbers).tolist()) - self.unreadable.numbers)
         return numbers
 
 
@@ -193,26 +275,30 @@ class RecordRows(NumberedRows):
         self._num_samples = len(records)
 
     @property
+    def skipped(self) -> frozenset[str]:
+        return frozenset(self.records.unreadable.skipped)
+
+    @property
     def plan(self) -> dict[str, str]:
         records = self.records
-        num_files = len({block.path for block in records.blocks})
+        num_files = len({block.file for block in records.blocks})
         lanes = f", {min(records.lanes, len(records.blocks))} of them at once" if self.shuffle is True else ""
         files = f"{num_files:,} of {records.files.kind}, {len(records.blocks):,} blocks{lanes}"
         return {"files": files, "made by": "each rank, its rows alone"}
 
     def checksum(self) -> int:
-        """Checksum of the files' names and sizes, of their own checksums, and of the first and the last row."""
+        """Checksum of what the order follows from, of the files' names and checksums, and of the first and last row."""
         records = self.records
-        files = [(path.name, size) for path, (size, _) in records.states.items()]
-        blocks = [(block.path.name, block.number, block.num_rows) for block in records.blocks]
-        rows = [str(values.tolist()) for values in records.values_of(np.array([0, len(records) - 1]))]
-        return zlib.crc32(f"{len(self)} {records.columns} {files} {blocks} {records.files.checksum()} {rows}".encode())
+        blocks = [(block.file.name, block.file.size, block.number, block.num_rows) for block in records.blocks]
+        rows = [str(values.tolist()) for values in records.values_or_others(np.array([0, len(records) - 1]))]
+        text = f"{len(self)} {records.columns} {records.lanes} {blocks} {records.files.checksum()} {rows}"
+        return zlib.crc32(text.encode(errors="surrogateescape"))
 
     def rows(self, begin: int, end: int) -> Any:
         import tensorflow as tf
 
         numbers = tf.data.Dataset.from_tensors((tf.constant(0, tf.int64), np.arange(begin, end)))
-        return next(iter(self.batches(numbers, end - begin, None)))
+        return next(iter(self._batches(numbers, end - begin, self.records.values_or_others)))
 
     def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
         num_steps = len(self) // global_batch_size
@@ -228,12 +314,18 @@ class RecordRows(NumberedRows):
         return sharding.lane_order(block_rows, num_lanes, global_batch_size, seed, epoch)
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
+        records = self.records
+        return self._batches(order, batch_size, records.values_of if seed is None else records.values_or_others)
+
+    def _batches(
+        self, order: tf.data.Dataset, batch_size: int, values_of_rows: Callable[[NDArray[np.int64]], Any]
+    ) -> tf.data.Dataset:
         import keras
         import tensorflow as tf
 
         records, specs = self.records, self.records.specs
         dtypes = [tf.string if dtype.kind == "O" else tf.as_dtype(dtype) for dtype, _ in specs]
-        start, values_of = of_tensorflow(records.start), of_tensorflow(records.values_of)
+        start, values_of = of_tensorflow(records.start), of_tensorflow(values_of_rows)
 
         def started(epoch: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
             return tf.ensure_shape(tf.numpy_function(start, [numbers], tf.int64), numbers.shape)
@@ -273,6 +365,11 @@ class _Passes:
         return self.rows.order_of_pass(*self._how, next(self._epochs))
 
 
+def _folder_in(cache: str | Path) -> Path:
+    """Folder of the cache's own, in that which was given and may have other files."""
+    return Path(cache).expanduser().absolute() / CACHE
+
+
 def _parts_of(nest: Any) -> Iterator[Any]:
     """Names of columns, and lists of them, in a nest of dicts and tuples."""
     if nest and isinstance(nest, Mapping | tuple):
@@ -303,5 +400,8 @@ def _joined(part: Any, columns: Columns) -> NDArray[Any]:
     values = [columns[name] for name in _names_in(part)]
     joined = values[0]
     if isinstance(part, list):
-        joined = np.concatenate([one if one.ndim > 1 else one[:, None] for one in values], -1)
+        matrices = [one if one.ndim > 1 else one[:, None] for one in values]
+        if len({(one.dtype.kind == "O", one.shape[1:-1]) for one in matrices}) > 1:
+            raise DataError(f"ringtrain.Records: columns {', '.join(part)} cannot be one array: name them in a dict")
+        joined = np.concatenate(matrices, -1)
     return joined.astype(keras.config.floatx()) if joined.dtype.kind == "f" else joined

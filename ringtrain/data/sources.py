@@ -11,7 +11,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain.config import DataConfig
-from ringtrain.config_io import find
+from ringtrain.config_io import find, imported
 from ringtrain.data.cifar import cifar10
 from ringtrain.data.dataset import DataSet, check_numbers, checked
+from ringtrain.data.fit_arguments import FitArguments, arguments_of, is_nest
 from ringtrain.data.image_folder import image_folder
-from ringtrain.data.inputs import FitArguments, arguments_of, is_nest
+from ringtrain.data.records import Records
 from ringtrain.data.spark_rows import spark
 from ringtrain.data.tfrecords import imagenet_tfrecords, write_index
 from ringtrain.errors import ConfigError, DataError
@@ -105,6 +106,22 @@ def arrays_of_npz(config: DataConfig) -> tuple[str, Any, Any]:
     return str(path), (train_x, train_y), (test_x, test_y)
 
 
+def records(config: DataConfig) -> FitArguments:
+    """Rows of files that are read while they are trained; see `ringtrain.Records`. Raises ConfigError or DataError."""
+    for option, given in (("url", config.url), ("inputs", config.inputs)):
+        if not given:
+            raise ConfigError(f"data.{option}: expected it with data.name records")
+    inputs = list(config.inputs) if len(config.inputs) > 1 else config.inputs[0]
+    transform = imported("data.transform", config.transform) if config.transform else None
+
+    def of(urls: tuple[str, ...], class_names: Sequence[str] | None) -> Records:
+        more: dict[str, Any] = {"transform": transform, "cache": config.cache, "on_error": config.on_error}
+        return Records(urls, inputs, config.target or None, class_names=class_names, **more)
+
+    train = of(config.url, None)
+    return FitArguments(x=train, validation_data=of(config.test_url, train.class_names) if config.test_url else None)
+
+
 def _only_npz(folder: Path) -> Path:
     files = sorted(path for path in folder.iterdir() if path.suffix == ".npz")
     if len(files) != 1:
@@ -157,7 +174,7 @@ def find_idx(folder: Path, stem: str) -> Path:
     raise DataError(f"{folder / stem}: not found, nor the same with .gz")
 
 
-DATASETS: dict[str, Callable[[DataConfig], DataSet]] = {
+DATASETS: dict[str, Callable[[DataConfig], DataSet | FitArguments]] = {
     "cifar10": cifar10,
     "digits": digits,
     "fashion-mnist": functools.partial(mnist_like, keras_name="fashion_mnist"),
@@ -165,9 +182,12 @@ DATASETS: dict[str, Callable[[DataConfig], DataSet]] = {
     "imagenet-tfrecords": imagenet_tfrecords,
     "mnist": functools.partial(mnist_like, keras_name="mnist"),
     "npz": npz,
+    "records": records,
     "spark": spark,
     "synthetic": synthetic,
 }
+ANY_TARGETS = ("npz", "records")
+"""names of data whose targets need not be integer classes"""
 PREPARE = {"imagenet-tfrecords": write_index}
 """By name: functions of data.dir that one rank calls before the others read."""
 
@@ -196,7 +216,7 @@ def source(config: DataConfig, of_classes: bool | None = True) -> Callable[[], D
         ConfigError: The source does not exist, or has other targets. The returned function raises DataError.
     """
     function = find("data.name", config.name, DATASETS)
-    if of_classes is False and config.name in DATASETS and config.name != "npz":
+    if of_classes is False and config.name in DATASETS and config.name not in ANY_TARGETS:
         raise ConfigError(
             f"model.loss: {config.name} has integer classes: expected sparse_categorical_crossentropy, or a"
             f" module:function that takes them"
@@ -211,8 +231,8 @@ def source(config: DataConfig, of_classes: bool | None = True) -> Callable[[], D
                 if name == "npz" and not of_classes:
                     name, *result = arrays_of_npz(config)
                 else:
-                    data_set: DataSet = function(config)
-                    return data_set
+                    found: DataSet | FitArguments = function(config)
+                    return found
         return _classes_or_arguments(name, result, config.num_classes, of_classes)
 
     return read

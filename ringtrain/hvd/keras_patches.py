@@ -20,7 +20,7 @@ from keras.src.trainers import trainer
 from ringtrain.errors import RingtrainError
 from ringtrain.hvd.backend import horovod
 from ringtrain.hvd.process import PROCESS
-from ringtrain.hvd.train_step import has_layer, wrap
+from ringtrain.hvd.train_step import has_layer, is_own, wrap
 from ringtrain.protocol.failures import REDUCING, ended_well, report_weights
 
 
@@ -229,7 +229,7 @@ def jit_gradients(model: keras.Model) -> None:
         RingtrainError: The model overrides train_step, a layer does not support XLA, or Keras does not (macOS, or op
             determinism).
     """
-    if type(model).train_step is not keras.Model.train_step:
+    if is_own(model):
         raise RingtrainError(
             f"jit: {type(model).__name__} has a train_step of its own, which cannot be taken apart around the"
             " allreduce: leave train_step to Keras, or train without jit"

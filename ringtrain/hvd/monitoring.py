@@ -82,8 +82,10 @@ def place_of(frame: FrameType | None) -> dict[str, Any]:
         is_in_graph = is_in_graph or file.endswith(GRAPH_FILE)
         if not line and not file.startswith(LIBRARIES):
             line = f"{file}:{number}"
-    if is_in_graph and not collective and (num_ranks := PLACE.awaited()):
-        collective = REDUCTION
+    if is_in_graph and not collective:
+        num_ranks = PLACE.awaited()
+        if num_ranks:
+            collective = REDUCTION
     return {"line": line, "collective": collective, "num_ranks": num_ranks, "is_in_graph": is_in_graph}
 
 

@@ -107,14 +107,7 @@ def DistributedOptimizer(
             bypasses Keras', or the nesting is not supported. The message names the fix.
     """
     groups = num_groups if groups is None and num_groups else groups
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(
-            f"DistributedOptimizer: got {type(optimizer).__module__}.{type(optimizer).__qualname__}, expected a Keras "
-            "3 optimizer such as keras.optimizers.SGD(0.1); for tf.compat.v1 optimizers use Horovod's own wrapper"
-        )
-    refuse_horovods_own(optimizer)
-    if distributed(optimizer):
-        raise ValueError(f"DistributedOptimizer: {type(optimizer).__name__} is distributed already; wrap it once")
+    _refuse_other(optimizer)
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step: got {backward_passes_per_step}, expected at least 1")
     if op == Adasum and average_aggregated_gradients:
@@ -136,34 +129,57 @@ def DistributedOptimizer(
         compression_start_step=compression_start_step,
         merge_rows=merge_rows,
     )
+    updates = _updates(optimizer, reduction, local_steps, sharded)
+    refuse_bypassing(innermost(optimizer))
+    teach_keras()
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return distribute(optimizer, reduction, backward_passes_per_step, jit_update, **updates)
+    _refuse_own_check(optimizer)
+    optimizer.inner_optimizer = distribute(
+        optimizer.inner_optimizer, reduction, backward_passes_per_step, jit_update, **updates
+    )
+    set_untracked(optimizer, register_local_var=optimizer.inner_optimizer.register_local_var)
+    return optimizer
+
+
+def _refuse_other(optimizer: Any) -> None:
+    """Raises TypeError for what is not a Keras 3 optimizer, and ValueError for one that is distributed already."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"DistributedOptimizer: got {type(optimizer).__module__}.{type(optimizer).__qualname__}, expected a Keras "
+            "3 optimizer such as keras.optimizers.SGD(0.1); for tf.compat.v1 optimizers use Horovod's own wrapper"
+        )
+    refuse_horovods_own(optimizer)
+    if distributed(optimizer):
+        raise ValueError(f"DistributedOptimizer: {type(optimizer).__name__} is distributed already; wrap it once")
+
+
+def _updates(
+    optimizer: keras.optimizers.Optimizer, reduction: Reduction, local_steps: int | LocalSteps, sharded: bool
+) -> dict[str, Any]:
+    """Arguments of `distribute` for local steps or divided slots; {}: every rank makes the whole, same update."""
     updates: dict[str, Any] = {}
     if local_steps != 1:
         local = local_steps if isinstance(local_steps, LocalSteps) else LocalSteps(local_steps)
         refuse_local(optimizer, reduction, sharded)
         updates = {"mixin": LocalUpdates, "settings": {"local": local}}
-    if (
-        reduction.reducer
-        and reduction.reducer.has_state
-        and isinstance(innermost(optimizer), keras.optimizers.MultiOptimizer)
-    ):
-        raise ValueError(f"compression {name_of(compression)} does not work with MultiOptimizer: use fp16 or bf16")
+    has_state = reduction.reducer and reduction.reducer.has_state
+    if has_state and isinstance(innermost(optimizer), keras.optimizers.MultiOptimizer):
+        name = name_of(reduction.compression)
+        raise ValueError(f"compression {name} does not work with MultiOptimizer: use fp16 or bf16")
     if sharded:
         refuse_sharding(optimizer, reduction)
         updates = {"mixin": Sharded}
-    refuse_bypassing(innermost(optimizer))
-    teach_keras()
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        if type(optimizer).check_finite is not keras.optimizers.LossScaleOptimizer.check_finite:
-            raise ValueError(
-                f"{type(optimizer).__name__} has a check_finite of its own, with which one rank may skip a step while "
-                "the others wait: write keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(inner))"
-            )
-        optimizer.inner_optimizer = distribute(
-            optimizer.inner_optimizer, reduction, backward_passes_per_step, jit_update, **updates
+    return updates
+
+
+def _refuse_own_check(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
+    """Raises ValueError for a loss scale with a `check_finite` of its own."""
+    if type(optimizer).check_finite is not keras.optimizers.LossScaleOptimizer.check_finite:
+        raise ValueError(
+            f"{type(optimizer).__name__} has a check_finite of its own, with which one rank may skip a step while "
+            "the others wait: write keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(inner))"
         )
-        set_untracked(optimizer, register_local_var=optimizer.inner_optimizer.register_local_var)
-        return optimizer
-    return distribute(optimizer, reduction, backward_passes_per_step, jit_update, **updates)
 
 
 def PartialDistributedOptimizer(

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -40,6 +40,9 @@ class PhaseTracker:
         phase: start, step, callbacks, evaluate, save, or reduce while it waits for the other ranks.
         changes: Number of changes of phase, evaluated batches and other signs of progress.
         waited_s: Total seconds in reduce, outside of the steps' graphs.
+        seconds: Total seconds in each phase so far, without the current one.
+        counted_as: Phase of which the seconds of the current one are a part, or its own name.
+        measured_s: Total seconds of input, computation, callbacks and waiting in the steps that were measured.
         gradients: Paths of the weights whose gradients are recorded one by one; empty: none.
     """
 
@@ -51,16 +54,36 @@ class PhaseTracker:
         self.phase = "start"
         self.changes = 0
         self.waited_s = 0.0
+        self.seconds: dict[str, float] = {}
+        self.measured_s: Sequence[float] = (0.0,) * 4
+        self.counted_as = self.phase
+        self._since_s = time.perf_counter()
         self.on_change: Callable[[], None] = lambda: None
         self.gradients: list[str] = []
         self._moments: tf.Variable | None = None
         self._each: dict[str, tf.Variable] = {}
         self._awaited: tf.Variable | None = None
 
-    def enter(self, phase: str) -> None:
-        self.phase = phase
+    def enter(self, phase: str, counted_as: str = "") -> None:
+        """Begins a phase, whose seconds may count as those of another."""
+        self.seconds, self._since_s = self.seconds_until_now(), time.perf_counter()
+        self.phase, self.counted_as = phase, counted_as or phase
         self.advance()
         self.on_change()
+
+    def seconds_until_now(self) -> dict[str, float]:
+        """Returns the total seconds in each phase so far; they add up to the time since `reset`."""
+        seconds = dict(self.seconds)
+        seconds[self.counted_as] = seconds.get(self.counted_as, 0.0) + time.perf_counter() - self._since_s
+        return seconds
+
+    def spent(self) -> dict[str, Any]:
+        """Returns facts for an event of the journal: seconds in each phase, and in the parts of measured steps."""
+        facts: dict[str, Any] = {"spent_s": _rounded(self.seconds_until_now())}
+        if any(self.measured_s):
+            waited, computed, _, reduced = self.measured_s
+            facts["of_steps_s"] = _rounded({"input": waited, "compute": computed, "reduce": reduced})
+        return facts
 
     def advance(self) -> None:
         self.changes += 1
@@ -155,6 +178,10 @@ class PhaseTracker:
         set_untracked(model.optimizer, apply=noting_apply)
 
 
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in seconds.items()}
+
+
 def _in_a_further_tower() -> bool:
     """Returns whether this graph is of a later copy of the model in this process than the first."""
     # TensorFlow reads clocks in program order: the second tower would begin when the first has its gradients.
@@ -193,14 +220,16 @@ def during(phase: str) -> Iterator[None]:
     Args:
         phase: "evaluate", "save", or "reduce" for waiting.
     """
-    before, begin_s = PLACE.phase, time.perf_counter()
-    PLACE.enter(phase)
+    before, counted_as, begin_s = PLACE.phase, PLACE.counted_as, time.perf_counter()
+    # What the ranks exchange for a save or an evaluation is a part of it.
+    is_part = phase == "reduce" and counted_as in ("start", "save", "evaluate")
+    PLACE.enter(phase, counted_as=counted_as if is_part else "")
     try:
         yield
     finally:
         if phase == "reduce" != before:
             PLACE.waited_s += time.perf_counter() - begin_s
-        PLACE.enter(before)
+        PLACE.enter(before, counted_as)
 
 
 class StepTimer(keras.callbacks.Callback):
@@ -263,6 +292,7 @@ class StepTimer(keras.callbacks.Callback):
             self.measured_steps += 1
             self.window.append(step)
             self.totals = [total + seconds for total, seconds in zip(self.totals, step, strict=True)]
+            self.tracker.measured_s = self.totals
 
     def phase(self) -> str:
         """Current phase of this rank, including the parts of a step."""

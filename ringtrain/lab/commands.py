@@ -1,4 +1,4 @@
-"""Commands init, bench, tune, prove, sweep, compare, forecast, report and runs; their modules are imported on use."""
+"""Commands of the lab, from init to data; their modules are imported on use."""
 
 from __future__ import annotations
 
@@ -94,7 +94,10 @@ class OnRanks:
 
         hosts = find_hosts(options)[0] if self.places_ranks else ()
         names = options_of(HostOptions, *OF_JOBS)
-        repeated = {name: value for name, value in given.values.items() if name in names and name not in self.left_out}
+        repeated = {}
+        for name, value in given.values.items():
+            if name in names and name not in self.left_out:
+                repeated[name] = value
         start = ranks.Start(given.name, options, words_of(names, repeated), hosts)
         module = module_of(self.module)
         return module.main(read(module.Options, given.values), start, ranks.caller(start))
@@ -178,6 +181,30 @@ REPORT = plain(
 )
 
 
+DATA = Command(
+    "look at files of rows, index or convert them",
+    kinds=lambda: {
+        "show": plain(
+            "files.show",
+            "say what is in files",
+            "Prints numbers of files, blocks and rows, the columns and the first rows of Parquet, TFRecord and tar"
+            " files, or of folders of images, on disk or behind a URL.",
+        ),
+        "index": plain(
+            "files.index",
+            "write an index next to TFRecord and tar files",
+            "Writes where each row begins to NAME.idx. With it, ringtrain.Records need not read files behind a URL from"
+            " begin to end before training.",
+        ),
+        "convert": plain(
+            "files.convert",
+            "write the rows of files as Parquet",
+            "Writes the rows of TFRecord, tar, Parquet or image files as Parquet files with checksums, all or none.",
+        ),
+    },
+)
+
+
 def add_forecast(parser: Parser) -> None:
     """Adds the options of forecast, in their groups."""
     for group in module_of("forecast.cli").GROUPS:
@@ -218,9 +245,9 @@ def benches() -> dict[str, Command]:
         if match:
             kind, text = match.groups()
             description = f"Measures, in turns: {text}. Starts ranks as ringtrain launch does."
-            found[kind] = OnRanks(
-                f"bench.{kind}", text, description, or_script=OR_SCRIPT if kind == "train" else ""
-            ).command(f"bench {kind}")
+            or_script = OR_SCRIPT if kind == "train" else ""
+            bench = OnRanks(f"bench.{kind}", text, description, or_script=or_script)
+            found[kind] = bench.command(f"bench {kind}")
     return found
 
 
@@ -236,5 +263,6 @@ def commands() -> dict[str, Command]:
         "compare": COMPARE.command("compare"),
         "prove": PROVE.command("prove"),
         "forecast": FORECAST,
+        "data": DATA,
         "predict": PREDICT,
     }

@@ -117,7 +117,10 @@ def allot(free: Mapping[str, Collection[int]], num_ranks: int) -> Place:
 def words_of(place: Place, hosts: Sequence[Host]) -> list[str]:
     """Options of ringtrain launch for a placement."""
     used = [Host(host.name, max(numbers(host)) + 1) for host in hosts if host.name in place]
-    chosen = [f"{str(host).rpartition(':')[0]}:{slot}" for host in used for slot in place[host.name]]
+    chosen = []
+    for host in used:
+        name, _, _ = str(host).rpartition(":")
+        chosen += [f"{name}:{slot}" for slot in place[host.name]]
     return ["-H", ",".join(map(str, used)), "--include", ",".join(chosen)]
 
 

@@ -21,7 +21,9 @@ def canvas(title: str, x: str, y: str, log: bool = True) -> tuple[Any, Callable[
     except ImportError:
         raise MissingDependency("--plot needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel=x, ylabel=y, **({"xscale": "log", "yscale": "log"} if log else {}))
+    axes = figure.add_subplot(xlabel=x, ylabel=y)
+    if log:
+        axes.set(xscale="log", yscale="log")
     axes.set_title(title, fontsize=9)
 
     def write_png(path: Path) -> None:

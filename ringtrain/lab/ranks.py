@@ -132,7 +132,8 @@ def begin(config: Config) -> None:
     hvd.init()
     place = hvd.local_rank(), hvd.local_size()
     pinning = devices.pin(*place, config.device, num_devices=config.model.num_devices)
-    hvd.check_placement("" if config.device.share_gpus else devices.identity(pinning))
+    device = "" if config.device.share_gpus else devices.identity(pinning)
+    hvd.check_placement(device)
 
 
 @dataclass(frozen=True)

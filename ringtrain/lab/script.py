@@ -30,7 +30,9 @@ class Script:
             return None
         if "ringtrain.train" in words:
             raise LaunchError("got the trainer after --, expected its options alone: -- --config FILE")
-        return cls(("python", *words) if words[0].endswith(".py") else tuple(words))
+        if words[0].endswith(".py"):
+            return cls(("python", *words))
+        return cls(tuple(words))
 
     @property
     def name(self) -> str:

@@ -39,7 +39,8 @@ class Table:
 
         table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
         for column, name in enumerate(self.head):
-            table.add_column(Text(printable(name)), justify="right" if column and self.is_number(column) else "left")
+            is_number = column > 0 and self.is_number(column)
+            table.add_column(Text(printable(name)), justify="right" if is_number else "left")
         for row in self.rows:
             table.add_row(*(Text(printable(cell), overflow="fold") for cell in row))
         printed = console()
@@ -51,6 +52,13 @@ class Table:
         """Formats without the title."""
         rows = [self.head, ["---"] * len(self.head), *self.rows]
         return "\n".join(f"| {' | '.join(map(plain, row))} |" for row in rows)
+
+
+def counted(number: int, noun: str) -> str:
+    """Formats as e.g. "1 rank" or "2 ranks"."""
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun}s"
 
 
 def console() -> Console:

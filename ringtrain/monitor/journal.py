@@ -8,7 +8,7 @@ import os
 import socket
 import time
 import unicodedata
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ from typing import Any
 from ringtrain.errors import exit_code_of
 from ringtrain.protocol.json_text import INVALID, parse_json
 
-# "training": the first step after a start is done; "fault": injected by --chaos.
+# "training": the first step after a start is done; "time": nothing but where time went; "fault": injected by --chaos.
 EVENTS = (
     "start",
     "training",
     "commit",
     "save",
+    "time",
     "resize",
     "end",
     "signal",
@@ -63,6 +64,8 @@ class Journal:
     ) -> None:
         self.path: Path | None = None
         self.failure: BaseException | None = None
+        self.spent: Callable[[], Mapping[str, Any]] = dict
+        """facts of each event about where this rank's time went; of rank 0 alone: monitor/goodput.py"""
         if folder is not None:
             self.open(folder, rank, size, run_start, start_s)
 
@@ -78,7 +81,7 @@ class Journal:
             raise ValueError(f"got {event!r}, expected one of {', '.join(EVENTS)}")
         if self.path is None:
             return
-        line = {"time_s": time.time(), "event": event, **self.about, **facts}
+        line = {"time_s": time.time(), "event": event, **self.about, **self.spent(), **facts}
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -101,6 +104,16 @@ def printable(text: str) -> str:
         letter if letter in "\n\t" or unicodedata.category(letter) not in ("Cc", "Cf", "Cs") else ascii(letter)[1:-1]
         for letter in text
     )
+
+
+def duration(seconds: float) -> str:
+    """Formats a time, e.g. "4.2 s", "3 min 12 s" or "2 h 5 min"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds) // 60
+    if minutes < 60:
+        return f"{minutes} min {round(seconds) % 60} s"
+    return f"{minutes // 60:,} h {minutes % 60} min"
 
 
 def path_of(folder: Path, rank: int) -> Path:

@@ -1,6 +1,7 @@
 """Messages between launcher and ranks, and the formats they share. Standard library only; both sides import it.
 
 env:           RINGTRAIN_* environment variables, and the shell line that each rank starts with
+cores:         cores of a host, and the share of a rank in them
 for_script:    what a command tells the scripts that it starts, such as options of `ringtrain.fit`
 launchers:     environment variables of each launcher with rank, size and local rank; names of its programs
 placement:     actual and planned placement of ranks, and the difference

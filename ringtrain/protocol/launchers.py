@@ -34,13 +34,19 @@ PROGRAMS = ("horovodrun", "mpirun", "mpiexec", "orterun", "prterun", "mpiexec.hy
 
 def names(field: str) -> tuple[str, ...]:
     """Names of one variable under all launchers, e.g. of "local_rank"."""
-    return tuple(name for row in RANK_VARIABLES.values() if (name := getattr(row, field)))
+    variables = [getattr(row, field) for row in RANK_VARIABLES.values()]
+    return tuple(filter(None, variables))
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int | None:
     """Rank of this process as set by its launcher, before Horovod knows it; None without a launcher."""
     launchers = (row.rank for name, row in RANK_VARIABLES.items() if name != "Slurm")  # a batch script has its rank 0
     return next((int(environ[name]) for name in launchers if name in environ), None)
+
+
+def launched_local_size(environ: Mapping[str, str] = os.environ) -> int:
+    """Number of ranks of this host as set by its launcher; 0: unknown, as under Slurm."""
+    return next((int(environ[name]) for name in names("local_size") if environ.get(name, "").isdecimal()), 0)
 
 
 def other_launcher(environ: Mapping[str, str], mpi: str) -> str:

@@ -270,7 +270,9 @@ def _decoded(value: Any, current: Any, known: set[int]) -> Any:
     """Value of an attribute that holds `current`: variables in it are set, everything else is new."""
     if isinstance(value, list):
         is_alike = isinstance(current, list | tuple | collections.deque) and len(current) == len(value)
-        pairs = zip(value, current if is_alike else [None] * len(value), strict=True)
+        if not is_alike:
+            current = [None] * len(value)
+        pairs = zip(value, current, strict=True)
         return [_decoded(part, inner, known) for part, inner in pairs]
     if not isinstance(value, dict):
         return value

@@ -175,7 +175,11 @@ def prune(folder: Path, keep: int, best_by: str) -> None:
     for path in folder.glob(f"{REMOVED}*"):  # partly removed by a process that was killed
         shutil.rmtree(path, ignore_errors=True)
     paths = saved_in(folder)
-    scores = {path: score for path in paths if (score := _score(path, best_by)) is not None}
+    scores = {}
+    for path in paths:
+        score = _score(path, best_by)
+        if score is not None:
+            scores[path] = score
     # The oldest of equal scores: within an epoch, a checkpoint still has the metrics of the previous epoch.
     best = max(reversed(paths), key=lambda path: scores.get(path, -math.inf), default=None) if scores else None
     for path in paths[keep:]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import re
 import socket
 import sys
 import time
@@ -15,10 +16,13 @@ from typing import TYPE_CHECKING, Any
 from ringtrain import config_io
 from ringtrain.config import Config, option_types, value_of, with_values
 from ringtrain.derived import Numbers
-from ringtrain.errors import ConfigError
+from ringtrain.errors import ConfigError, RunDirectoryError
 from ringtrain.protocol import failures
 from ringtrain.run import checkpoint, console, log_capture, run_folder
 from ringtrain.run.context import Opening
+
+PASSWORD = re.compile(r"//[^/@]*:[^/@]*@")
+"""in a URL"""
 
 if TYPE_CHECKING:
     from ringtrain.run.context import Job, Process
@@ -103,11 +107,12 @@ def git_revision(start: Path) -> str | None:
 def refuse_options(plans: Sequence[tuple[Config, Numbers | None]]) -> None:
     """Raises ConfigError with the first rank and value that differ from rank 0: unequal step counts would hang."""
     # By option, so that a person reads which one to change.
-    flat = [
-        {option: value_of(config, option) for option in option_types()}
-        | (dataclasses.asdict(numbers) if numbers else {})
-        for config, numbers in plans
-    ]
+    flat = []
+    for config, numbers in plans:
+        values = {option: value_of(config, option) for option in option_types()}
+        if numbers:
+            values |= dataclasses.asdict(numbers)
+        flat.append(values)
     for rank, values in enumerate(flat):
         for name, value in values.items():
             if value != flat[0][name]:
@@ -152,6 +157,36 @@ def lock_folder(process: Process) -> None:
     hvd.run_together(take)
 
 
+def _fetch(process: Process) -> bool:
+    """Takes the lease of the run's mirror, and copies the run from there if it is further than the local folder.
+
+    Returns whether the run has checkpoints now, with which it goes on.
+    """
+    from ringtrain.run.mirror import Mirror
+
+    config, lock = process.config, process.lock
+    if process.strategy.ranks_change:
+        raise ConfigError("run.mirror does not work in elastic jobs, whose rank 0 changes: leave one out")
+    if not config.run.name:
+        raise ConfigError("run.mirror needs the name by which a start on another host finds the run: give --run.name")
+    if PASSWORD.search(config.run.mirror):
+        raise ConfigError("run.mirror has a password, which config.toml would contain: use the store's own credentials")
+    folder = Path(config.run.directory) / config.run.name
+    there, here = Path(config.run.mirror).resolve() / config.run.name, folder.resolve()
+    if "://" not in config.run.mirror and (there.is_relative_to(here) or here.is_relative_to(there)):
+        raise ConfigError(f"run.mirror: got {config.run.mirror}, which is run.directory or in the run: choose another")
+    is_again = process.attempt.number > 0
+    lock.mirror = lock.mirror or Mirror(config.run.mirror, config.run.name, same_job=is_again)
+    if config.run.resume == "never" and not is_again:
+        if lock.mirror.has_run:
+            raise RunDirectoryError(f"{lock.mirror.url}: exists already: choose another --run.name, or delete it")
+        return False
+    fetched = lock.mirror.fetch(folder)
+    if fetched:
+        print(f"ringtrain: {lock.mirror.url}: copied from there: {fetched.name}", file=sys.stderr, flush=True)
+    return bool(checkpoint.saved_in(folder / "checkpoints"))
+
+
 def restore(
     process: Process, job: Job, numbers: Numbers, is_trained: Callable[[Start], bool]
 ) -> tuple[Start, Mapping[str, Any]]:
@@ -165,8 +200,13 @@ def restore(
 
     # Locked before anything is read: another job, or an earlier attempt of this one, may still write to the folder.
     lock_folder(process)
+    is_begun = False
+    if process.config.run.mirror:
+        is_begun = hvd.run_together(lambda: _fetch(process) if hvd.rank() == 0 else False)
+        lock_folder(process)
     # A run that began from another one's checkpoint continues its own, once it has saved any.
     has_left = hvd.run_together(lambda: resume.has_left_its_source(process.config) if hvd.rank() == 0 else False)
+    has_left = has_left or is_begun
     if hvd.broadcast_object(has_left, root_rank=0, name="ringtrain_has_left_its_source"):
         process.config = with_values(process.config, {"run.resume": "auto"})
     # The newest valid checkpoint, from rank 0's disk: the ranks need no common one.

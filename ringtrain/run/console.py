@@ -23,6 +23,7 @@ from rich.table import Column
 
 from ringtrain.config import changed_options, without_effect
 from ringtrain.derived import Numbers, in_words
+from ringtrain.monitor.journal import duration
 from ringtrain.optim import schedules
 from ringtrain.protocol.env import HOST_SLOTS
 from ringtrain.protocol.launchers import PROGRAMS, launched_rank
@@ -40,6 +41,8 @@ RANKS_WIDTHS = (8, 8, 8, 10, 10)
 """widths of the columns in the table of slow ranks, after the first two, which have 28 characters"""
 BAR_WIDTH, RESULT_WIDTH = 40, 72
 """maximum number of columns of the progress bar, and of the rows of a result, where words allow it"""
+MIN_INPUT_SHARE, MIN_WAIT_SHARE, MIN_STEPS = 0.1, 0.25, 20
+"""shares of the steps waiting for data and for other ranks that are said, of at least so many steps"""
 
 
 class SteadyConsole(Console):
@@ -252,19 +255,8 @@ def show_complete(console: Console, folder: Path, summary: Mapping[str, Any], en
     _show_rows(console, rows)
 
 
-def duration(seconds: float) -> str:
-    """Formats a time, e.g. "4.2 s", "3 min 12 s" or "2 h 5 min"."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes = round(seconds) // 60
-    return f"{minutes} min {round(seconds) % 60} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
 def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proof: str, total_s: float) -> None:
     """Prints the result; what was verified (`proof`) comes last. `total_s`: from the start, with libraries and data."""
-    usual = {f"{prefix}_{name}": text for prefix in ("test", "val") for name, text in USUAL.items()}
-    metrics = summary["metrics"]
-    usual |= {name: "{:.4g}" for name in metrics if name.startswith(("test_", "val_")) and name not in usual}
     skipped = summary.get("skipped_samples", 0)
     failed, restarts = summary["saves"]["failed"], summary["restarts"]
     resume = "" if summary["config"]["run"]["resume"] in ("auto", "must") else " --run.resume auto"
@@ -275,18 +267,24 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proo
     elif summary["stopped_by"] == "train.target_accuracy":
         stopped = "the target of test accuracy is reached"
     elif "script" in summary:
-        resumed = f"; to resume, start the script again with name={folder.name!r}"
-        stopped = f"by {summary['stopped_by']}" + resumed * (summary["stopped_by"] != A_CALLBACK)
-    rows = {
-        **({"stopped": f"after step {summary['global_step']:,}, {stopped}"} if summary["stopped_by"] else {}),
-        **{name.replace("_", " "): text.format(metrics[name]) for name, text in usual.items() if name in metrics},
-        "speed": speed(summary["images_per_s"]),
-        "time": f"{duration(summary['fit_s'])} of training, {duration(total_s)} in all",
-        **({"not saved": "; ".join(one["error"] for one in failed)} if failed else {}),
-        **({"not exported": summary["not_exported"]} if "not_exported" in summary else {}),
-        **({"restarts": f"{restarts}, the reasons are in summary.json"} if restarts else {}),
-        **({"skipped": f"{skipped:,} that could not be read, see {folder}/logs/"} if skipped else {}),
-    }
+        stopped = f"by {summary['stopped_by']}"
+        if summary["stopped_by"] != A_CALLBACK:
+            stopped += f"; to resume, start the script again with name={folder.name!r}"
+    rows = {}
+    if summary["stopped_by"]:
+        rows["stopped"] = f"after step {summary['global_step']:,}, {stopped}"
+    rows |= _metrics_rows(summary["metrics"])
+    rows["speed"] = speed(summary["images_per_s"])
+    rows["time"] = f"{duration(summary['fit_s'])} of training, {duration(total_s)} in all"
+    rows |= waiting(summary.get("ranks", ()))
+    if failed:
+        rows["not saved"] = "; ".join(one["error"] for one in failed)
+    if "not_exported" in summary:
+        rows["not exported"] = summary["not_exported"]
+    if restarts:
+        rows["restarts"] = f"{restarts}, the reasons are in summary.json"
+    if skipped:
+        rows["skipped"] = f"{skipped:,} that could not be read, see {folder}/logs/"
     wrap = functools.partial(textwrap.wrap, width=RESULT_WIDTH - 15, break_long_words=False, break_on_hyphens=False)
     rows = {name: f"\n{'':<15}".join(wrap(value)) for name, value in rows.items()}
     rows |= summary.get("tracked", {})
@@ -298,6 +296,38 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proo
     console.print(proof, highlight=False, markup=False, soft_wrap=width is None, width=width, style="bold")
 
 
+def _metrics_rows(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Rows of the metrics of the evaluation, the usual ones first."""
+    formats: dict[str, str] = {}
+    for prefix in ("test", "val"):
+        formats |= {f"{prefix}_{name}": text for name, text in USUAL.items()}
+    for name in metrics:
+        if name.startswith(("test_", "val_")):
+            formats.setdefault(name, "{:.4g}")
+    return {name.replace("_", " "): text.format(metrics[name]) for name, text in formats.items() if name in metrics}
+
+
+def waiting(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Rows about the shares of the steps that ranks wait for data and for each other, where they are large."""
+    measured = [one for one in ranks if _is_measured(one)]
+    totals = [one["totals"] for one in measured]
+    input_shares = [one["input_s"] / one["step_s"] for one in totals]
+    wait_shares = [one["wait_s"] / one["step_s"] for one in totals]
+    rows = {}
+    if max(input_shares, default=0.0) >= MIN_INPUT_SHARE:
+        rows["input"] = f"a rank waits {max(input_shares):.0%} of its steps for data: docs/performance.md"
+    # One process has no allreduce, and may use the same cores.
+    on_one_host = len({one["host"] for one in measured}) == 1 < len(measured)
+    on_cpus = all(one["device"].startswith("CPU") for one in measured)
+    if on_one_host and on_cpus and min(wait_shares) >= MIN_WAIT_SHARE:
+        rows["allreduce"] = f"ranks wait {min(wait_shares):.0%} of their steps for it: docs/performance.md"
+    return rows
+
+
+def _is_measured(times: Mapping[str, Any]) -> bool:
+    return bool(times) and times["totals"]["num_steps"] >= MIN_STEPS and times["totals"]["step_s"] > 0
+
+
 def show_ranks(console: Console, ranks: Sequence[Mapping[str, Any]], slow: Sequence[int]) -> None:
     """Prints how each rank spent its time, if one was slow. `ranks`: medians per step, as in summary.json."""
     if not slow:
@@ -307,7 +337,10 @@ def show_ranks(console: Console, ranks: Sequence[Mapping[str, Any]], slow: Seque
     _line_of(console, "ms per step", ["host", *parts])
     for one in ranks:
         figures = [f"{1000 * one[f'{part}_s']:.1f}" for part in parts]
-        _line_of(console, f"rank {one['rank']}{' slow' if one['rank'] in slow else ''}", [one["host"], *figures])
+        title = f"rank {one['rank']}"
+        if one["rank"] in slow:
+            title += " slow"
+        _line_of(console, title, [one["host"], *figures])
 
 
 def _line_of(console: Console, first: str, cells: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from uuid import UUID
 
 from ringtrain.config import Config, DeviceConfig
 from ringtrain.errors import DeviceError
-from ringtrain.protocol.env import HOST_SLOTS
+from ringtrain.protocol.cores import cores_of_job, count_cores, num_threads
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Pinning:
     def __str__(self) -> str:
         several = f"{self.num_devices} times " if self.num_devices > 1 else ""
         if self.gpu is None:
-            return f"{several}CPU, {self.num_threads} thread{'s' if self.num_threads != 1 else ''}"
+            threads = "thread" if self.num_threads == 1 else "threads"
+            return f"{several}CPU, {self.num_threads} {threads}"
         memory = "memory as needed" if self.memory_growth else "all its memory"
         if self.memory_mb:
             memory = f"{self.memory_mb} MB"
@@ -108,11 +109,8 @@ def decide(
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
-    own_cores, host_cores = count_cores()
-    slots = int(environ.get(HOST_SLOTS, 0))
-    if slots:
-        host_cores = host_cores * local_size // max(slots, local_size)
-    host = socket.gethostname()
+    own_cores, _ = count_cores()
+    host_cores, host = cores_of_job(local_size, environ), socket.gethostname()
     return plan(gpus, local_rank, local_size, options, own_cores, host_cores, host, num_devices)
 
 
@@ -198,7 +196,7 @@ def pin_late(
             raise
     visible, gpus = tf.config.get_visible_devices("GPU"), tf.config.list_physical_devices("GPU")
     if not visible:
-        threads = tf.config.threading.get_intra_op_parallelism_threads() or count_cores()[0]
+        threads = num_threads(tf.config.threading.get_intra_op_parallelism_threads())
         if options.threads not in (0, threads):
             raise DeviceError(
                 f"device.threads: got {options.threads}, but TensorFlow has started with {threads} in this script: call"
@@ -238,25 +236,6 @@ def _limit_memory(gpu: Any, index: int, pinning: Pinning) -> None:
         tf.config.experimental.set_memory_growth(gpu, pinning.memory_growth)
 
 
-def count_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> tuple[int, int]:
-    """Counts the cores that this rank, and that all ranks of its host together, may use.
-
-    A launcher that binds ranks to cores is not bound itself: its cores are the host's. A container's limit counts, too:
-    `quota` holds microseconds of CPU time per period, e.g. "200000 100000".
-    """
-    own = os.sched_getaffinity(0)
-    try:
-        together = own | os.sched_getaffinity(os.getppid())
-    except OSError:
-        together = own
-    try:
-        allowed_us, period_us = quota.read_text().split()
-        limit = max(1, int(allowed_us) // int(period_us))
-    except (OSError, ValueError):  # no control groups, or "max"
-        limit = len(together)
-    return min(len(own), limit), min(len(together), limit)
-
-
 def identity(pinning: Pinning, environ: Mapping[str, str] = os.environ, driver: Any = None) -> str:
     """Returns the UUID of a rank's GPU, else its index on the host, to detect shared GPUs; "" for the CPU."""
     if pinning.gpu is None:
@@ -265,7 +244,9 @@ def identity(pinning: Pinning, environ: Mapping[str, str] = os.environ, driver: 
     if not _ask_driver("cuDeviceGetUuid", uuid, pinning.gpu, driver):
         return f"GPU-{UUID(bytes=bytes(uuid))}"
     visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return f"GPU {visible[pinning.gpu] if pinning.gpu < len(visible) else pinning.gpu}"
+    if pinning.gpu < len(visible):
+        return f"GPU {visible[pinning.gpu]}"
+    return f"GPU {pinning.gpu}"
 
 
 def of_kernels(

@@ -225,7 +225,9 @@ def over_all_ranks(
     if not total_samples:
         raise DataError("none of the samples could be read: those that were skipped are named in the run's logs/")
     for variable, total in zip(variables, sums, strict=True):
-        variable.assign(total.sum(axis=0) if total.ndim > len(variable.shape) else total)
+        if total.ndim > len(variable.shape):
+            total = total.sum(axis=0)
+        variable.assign(total)
     metrics = {name: keras.ops.convert_to_numpy(value) for name, value in _flat(model.get_metrics_result()).items()}
     return {name: float(value) if np.ndim(value) == 0 else np.asarray(value) for name, value in metrics.items()}
 
@@ -256,10 +258,10 @@ def means_over_ranks(logs: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]
     if not logs:
         return {}, unlike
     sums = sums_over_ranks([np.asarray(value) for value in logs.values()], "ringtrain_logs")
-    means = {
-        name: float(total / hvd.size()) if total.ndim == 0 else total / hvd.size()
-        for name, total in zip(logs, sums, strict=True)
-    }
+    means = {}
+    for name, total in zip(logs, sums, strict=True):
+        mean = total / hvd.size()
+        means[name] = float(mean) if total.ndim == 0 else mean
     return means, unlike
 
 

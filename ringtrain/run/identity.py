@@ -94,7 +94,8 @@ def words_of(value: Any) -> str:
         if {"class_name", "config"} <= set(value):  # as Keras writes objects
             config = value["config"]
             return _named(value["class_name"], config) if isinstance(config, Mapping) else words_of(config)
-        return f"{{{', '.join(f'{key}: {words_of(value[key])}' for key in sorted(value, key=str))}}}"
+        entries = [f"{key}: {words_of(value[key])}" for key in sorted(value, key=str)]
+        return f"{{{', '.join(entries)}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(words_of, value))}]"
     if isinstance(value, keras.Loss | keras.Metric):

@@ -123,7 +123,8 @@ def _pass_on(source: int) -> bool:
     shown = True
     lines, is_open = Lines(MARK), True
     while is_open:
-        if select.select([source], [], [], Lines.WAIT_S if lines.unfinished else None)[0]:
+        wait_s = Lines.WAIT_S if lines.unfinished else None
+        if select.select([source], [], [], wait_s)[0]:
             data = os.read(source, 65536)
             is_open = bool(data)
             complete = lines.add(data) if data else lines.rest()

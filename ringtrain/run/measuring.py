@@ -7,7 +7,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ import tensorflow as tf
 from ringtrain import hvd
 from ringtrain.config import changed_options
 from ringtrain.errors import ConfigError
+from ringtrain.protocol import cores
 from ringtrain.protocol.env import YIELDING
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class Measure:
     """seconds for blocks, whatever their number; 0: `turns` blocks"""
     profile: bool = False
     """record when each gradient is ready as well"""
+    input_only: bool = False
+    """read the batches of the steps, and train nothing"""
 
 
 class Measuring(keras.callbacks.Callback):
@@ -64,6 +67,16 @@ class Measuring(keras.callbacks.Callback):
         self.update_s: list[float] = []
         self.begin_s = self.before_s = self.end_s = 0.0
         self.calls = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.measure.input_only:
+            self.model.train_function = self._read
+
+    def _read(self, batches: Iterator[Any]) -> dict[str, float]:
+        """Takes the batches of a call in place of Keras' function, which trains them."""
+        for _ in range(int(self.model.steps_per_execution)):
+            next(batches)
+        return {"loss": 0.0}
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.calls, self.before_s = 0, 0.0
@@ -151,7 +164,6 @@ class Measuring(keras.callbacks.Callback):
     def _results(self) -> dict[str, Any]:
         run = self.run
         step_s = self._rows / statistics.median(self.rows_per_s)
-        num_threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
         results = {
             "rows_per_s": self.rows_per_s,
             "step_s": step_s,
@@ -161,7 +173,7 @@ class Measuring(keras.callbacks.Callback):
             "optimizer": run.config.optimizer.name,
             "options": {name: str(value) for name, value in changed_options(run.config).items()},
             "parts": run.step_timer.own_times() if run.step_timer else {},
-            "facts": facts_of(self.model, num_threads),
+            "facts": facts_of(self.model, cores.num_threads(tf.config.threading.get_intra_op_parallelism_threads())),
         }
         if self.measure.profile:
             results["profile"] = self._profile_of(step_s)

@@ -38,10 +38,12 @@ def require_same_model(source: checkpoint.Checkpoint, model: keras.Model, weight
 def shapes_of(variables: Sequence[Any]) -> list[list[Any]]:
     """Returns [name, shape, dtype] of each Keras variable, to identify a model; of a sharded slot the whole shape."""
     variables = hvd.whole_variables(variables)
-    parts = [hvd.part_of(variable) for variable in variables]
-    wholes = [part.variable if part else variable for part, variable in zip(parts, variables, strict=True)]
-    shapes = [list(variable.shape) for variable in wholes]
-    return [[one.path, shape, str(one.dtype)] for one, shape in zip(variables, shapes, strict=True)]
+    rows: list[list[Any]] = []
+    for variable in variables:
+        part = hvd.part_of(variable)
+        whole = part.variable if part else variable
+        rows.append([variable.path, list(whole.shape), str(variable.dtype)])
+    return rows
 
 
 def shared_variables(model: keras.Model) -> list[Any]:
@@ -112,10 +114,9 @@ def shared_state(
 
     Other numbers of ranks resume with the mean. `slots`: result of `hvd.gather_slots`.
     """
-    state = {
-        f"{index:05d}": slots[id(variable)] if hvd.part_of(variable) else _held(variable)
-        for index, variable in enumerate(shared_variables(model))
-    }
+    state = {}
+    for index, variable in enumerate(shared_variables(model)):
+        state[f"{index:05d}"] = slots[id(variable)] if hvd.part_of(variable) else _held(variable)
     places = {id(variable): f"{index:05d}" for index, variable in enumerate(own_variables(model))}
     kept = [one for optimizer in hvd.optimizers_of(model) for one in hvd.variables_of_one_rank(optimizer)]
     averaged = {id(variable) for variable in (*hvd.moving_statistics(model, not_averaged), *kept)}

@@ -216,8 +216,6 @@ def restore(
     """
     newest, start = hvd.run_together(lambda: _find(folder, must) if hvd.rank() == 0 else (None, Start()))
 
-    size, copies = hvd.size(), hvd.num_copies(model)
-
     slots: model_state.Slots = {}
 
     def load() -> list[list[Arrays]] | None:
@@ -232,27 +230,7 @@ def restore(
         if not config.train.virtual_ranks:  # else accumulated gradients are equal on all ranks
             resume_check.require_whole_update(newest, numbers)
         slots.update(model_state.assign(model_state.shared_variables(model), newest.arrays("state")))
-        own = model_state.by_rank(newest.arrays("ranks"), newest.manifest["num_ranks"])
-        is_shared, was_shared = hvd.is_shared(model), newest.manifest.get("shared_state", False)
-        if is_shared:
-            metrics = [model_state.metrics_state(own, 0, 0)] * size  # the sum of all, on each rank
-            own = own[:1] * size
-            same = True
-        else:
-            metrics = [model_state.metrics_state(own, rank, size, copies) for rank in range(size)]
-            same = len(own) == size * copies and not was_shared
-        if newest.manifest["format"] == 1 or is_shared:  # in which only the seeds have the same indices
-            seeds = [f"{index:05d}" for index in range(len(hvd.seeds(model)))]
-            own = [{place: arrays[place] for place in seeds if place in arrays} for arrays in own]
-        if not same:
-            first = own[:1] if was_shared else own  # there, all ranks have the same seeds
-            own = model_state.seeds_for(model, first, size * copies, config.seed, newest.global_step)
-        by_rank = []
-        for rank in range(size):
-            states = own[rank * copies : (rank + 1) * copies]
-            sums = {str(index): array for index, array in enumerate(metrics[rank])}
-            by_rank.append([*states, sums])
-        return by_rank
+        return _local_states(newest, model, config.seed)
 
     by_rank = hvd.run_together(load)
     if newest is not None and resume_check.is_of_a_script(config):
@@ -272,6 +250,32 @@ def restore(
     for copy, state in enumerate(own_states):
         model_state.assign(model_state.own_variables(model), state, copy)
     return dataclasses.replace(start, metrics_state=tuple(metrics.values()))
+
+
+def _local_states(newest: checkpoint.Checkpoint, model: keras.Model, seed: int) -> list[list[Arrays]]:
+    """Local state of each rank in a checkpoint: of its copies of the model, then its metrics."""
+    size, copies = hvd.size(), hvd.num_copies(model)
+    own = model_state.by_rank(newest.arrays("ranks"), newest.manifest["num_ranks"])
+    is_shared, was_shared = hvd.is_shared(model), newest.manifest.get("shared_state", False)
+    if is_shared:
+        metrics = [model_state.metrics_state(own, 0, 0)] * size  # the sum of all, on each rank
+        own = own[:1] * size
+        same = True
+    else:
+        metrics = [model_state.metrics_state(own, rank, size, copies) for rank in range(size)]
+        same = len(own) == size * copies and not was_shared
+    if newest.manifest["format"] == 1 or is_shared:  # in which only the seeds have the same indices
+        seeds = [f"{index:05d}" for index in range(len(hvd.seeds(model)))]
+        own = [{place: arrays[place] for place in seeds if place in arrays} for arrays in own]
+    if not same:
+        first = own[:1] if was_shared else own  # there, all ranks have the same seeds
+        own = model_state.seeds_for(model, first, size * copies, seed, newest.global_step)
+    by_rank = []
+    for rank in range(size):
+        states = own[rank * copies : (rank + 1) * copies]
+        sums = {str(index): array for index, array in enumerate(metrics[rank])}
+        by_rank.append([*states, sums])
+    return by_rank
 
 
 def manifest_of(folder: Path | None) -> Mapping[str, Any]:
@@ -367,7 +371,9 @@ def restore_result(
                 raise CheckpointError(f"{error}: {fix}") from error
             return
         model_state.assign(model.weights, checkpoint.load_result(folder))
-        names = [*(f"{stem}.keras" for stem in models), *(["saved_model"] if saved_model else [])]
+        names = [f"{stem}.keras" for stem in models]
+        if saved_model:
+            names.append("saved_model")
         if "not_exported" in summary or not all((folder / name).exists() for name in names):
             with contextlib.suppress(CheckpointError, OSError):
                 for stem, one in models.items():

@@ -65,10 +65,10 @@ def require_same_run(newest: checkpoint.Checkpoint, config: Config, numbers: Num
     saved = newest.manifest
     then, now = saved["numbers"]["global_batch_size"], numbers.global_batch_size
     if then != now:
+        option = "batch_size" if is_of_a_script(config) else "train.batch_size"
         raise ConfigError(
             f"{newest.folder}: has a global batch of {then}, this run one of {now} = {numbers.batch_size} x"
-            f" {numbers.num_ranks}: set {'' if is_of_a_script(config) else 'train.'}batch_size so that they are equal,"
-            f" or {_anew(config)}"
+            f" {numbers.num_ranks}: set {option} so that they are equal, or {_anew(config)}"
         )
     names, is_warm = ["learning_rate"], newest.global_step >= numbers.warmup_steps
     if not is_warm:

@@ -14,10 +14,13 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ringtrain.errors import RunDirectoryError
 from ringtrain.protocol.json_text import parse_json
+
+if TYPE_CHECKING:
+    from ringtrain.run.mirror import Mirror
 
 METRICS = "metrics.jsonl"
 STEPS = "steps.jsonl"
@@ -38,12 +41,18 @@ LEASE_S = 30.0
 """Seconds that a restart gives the previous attempt's process to exit, equal to the lease timeout of a host agent."""
 EXPIRY_S = 100.0
 """Seconds after which a file server has released the locks of a lost host. NFSv4's lease is 90 s."""
+LEASE = ".lease"
+"""file in a run's mirror that names its writer"""
+LEASE_EXPIRES_S = 60.0
+"""seconds without a change after which a lease is that of a lost process"""
 SCHEDULED_JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX")
 
 
 def default_name(data_name: str, now_s: float | None = None) -> str:
     """Returns the default name of a run, e.g. "digits-20261120-101500". `now_s`: Unix time; None: now."""
-    stem = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in data_name)
+    stem = ""
+    for letter in data_name:
+        stem += letter if letter.isalnum() or letter in "-_." else "-"
     return f"{stem}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now_s))}"
 
 
@@ -101,6 +110,8 @@ class RunLock:
 
     def __init__(self) -> None:
         self.folder: Path | None = None
+        self.mirror: Mirror | None = None
+        """of the run, which is given up with the lock"""
         self._file: IO[str] | None = None
 
     def take(self, folder: Path, same_job: bool = False) -> None:
@@ -120,7 +131,11 @@ class RunLock:
                 holder = _holder(path)
                 elsewhere = _is_elsewhere(holder)
                 earlier = same_job or _of_same_scheduled_job(holder)
-                wait_s = LEASE_S if earlier else EXPIRY_S if elsewhere else 0.0
+                wait_s = 0.0
+                if earlier:
+                    wait_s = LEASE_S
+                elif elsewhere:
+                    wait_s = EXPIRY_S
                 process, host, since = (holder.get(key, "?") for key in ("process", "host", "since"))
                 by = f"process {process} on {host} since {since}"
                 if time.monotonic() < begin_s + wait_s:
@@ -165,6 +180,9 @@ class RunLock:
 
     def release(self) -> None:
         """Releases the lock, if this process holds it."""
+        if self.mirror:
+            self.mirror.close()
+        self.mirror = None
         self._close()
         self.folder = None
 
@@ -186,6 +204,13 @@ def is_locked(folder: Path) -> bool:
     with contextlib.suppress(OSError), open(folder / LOCK, "rb") as file:
         answer = fcntl.fcntl(file, fcntl.F_OFD_GETLK, query)
         return bool(struct.unpack("hhqqi0q", answer)[0] != fcntl.F_UNLCK)
+    return False
+
+
+def is_leased(folder: Path) -> bool:
+    """Returns whether a folder is the mirror of a run that goes on, or a copy of it with the time of its lease."""
+    with contextlib.suppress(OSError):
+        return time.time() < (folder / LEASE).stat().st_mtime + LEASE_EXPIRES_S
     return False
 
 

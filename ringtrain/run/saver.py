@@ -58,6 +58,7 @@ class Saver(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         self.set_model(run.model)
+        self.lock = run.lock
         self.folder, self.config, self.clock, self.journal = run.checkpoints, run.config, run.clock, run.journal
         self.facts = {"config": dataclasses.asdict(run.config), "numbers": dataclasses.asdict(run.numbers)}
         self.facts |= {"versions": tracking.versions(), "checksums": dict(run.checksums)}
@@ -120,15 +121,19 @@ class Saver(keras.callbacks.Callback):
             raise NonFiniteLoss(
                 f"non-finite weight {worst} after step {step}: lower the learning rate; the last checkpoint is older"
             )
-        own = self._own_state(model_state.places_to_save(self.model, [one for copies, _ in reports for one in copies]))
+        digests_of_copies = []
+        for copies, _ in reports:
+            digests_of_copies += copies
+        own = self._own_state(model_state.places_to_save(self.model, digests_of_copies))
         with hvd.during("reduce"):
             slots = hvd.gather_slots(hvd.optimizers_of(self.model))
             rows = hvd.gather_bytes(model_state.packed(own), name="ringtrain_own_state")
-        state = (
-            None
-            if rows is None
-            else self._state([one for row in rows for one in model_state.unpacked(row, model_state.spec(own))], slots)
-        )
+        state = None
+        if rows is not None:
+            spec, of_ranks = model_state.spec(own), []
+            for row in rows:
+                of_ranks += model_state.unpacked(row, spec)
+            state = self._state(of_ranks, slots)
         self.saved_step = step
         stall_s = time.perf_counter() - begin_s
         self.saves["count"] += 1
@@ -176,10 +181,10 @@ class Saver(keras.callbacks.Callback):
             return own
         seen = model_state.arrays_of(dict(enumerate(self.model.metrics_variables)))
         counts = hvd.rank() == 0 or not hvd.is_shared(self.model)  # else rank 0 saves those of all
-        return [
-            state | {f"metrics-{name}": array if copy == 0 and counts else 0 * array for name, array in seen.items()}
-            for copy, state in enumerate(own)
-        ]
+        for copy, state in enumerate(own):
+            for name, array in seen.items():
+                state[f"metrics-{name}"] = array if copy == 0 and counts else 0 * array
+        return own
 
     def _sum(self) -> tf.Tensor:
         """Sum of all floating-point weights, of which a model may have none."""
@@ -231,4 +236,7 @@ class Saver(keras.callbacks.Callback):
             except OSError as error:
                 text = f"{error.filename or self.folder}: older checkpoints are not removed: {error.strerror}"
                 print(f"ringtrain: {text}", file=sys.stderr, flush=True)
+            mirror = self.lock.mirror  # a failed run gives it up meanwhile
+            if mirror:
+                mirror.add(self.folder.parent)
         self.saves["write_s"] += time.perf_counter() - begin_s

@@ -153,13 +153,8 @@ def compiled_model(
 
     from ringtrain import hvd
     from ringtrain.optim import optimizers
-    from ringtrain.run import stopping
 
-    # Settings of the process before anything is built: dtypes, and the same seed, so the same first weights.
-    if config.train.precision == "float64":
-        keras.config.set_floatx("float64")  # of losses and metrics
-    keras.config.set_dtype_policy(config.train.precision)
-    keras.utils.set_random_seed(config.seed)
+    _set_dtypes_and_seed(config)
     # The model, and its optimizer: its function may have compiled one. One device may not hold all of it.
     on_host = tf.device("CPU:0") if config.model.split else contextlib.nullcontext()
     with strategy.scope(), on_host:
@@ -169,12 +164,7 @@ def compiled_model(
             rows |= split_model(model, config)
         is_compiled, has_own = model.compiled, _has_own_optimizer(model, config)
         optimizer = model.optimizer if has_own else optimizers.build(config, numbers, model)
-    # Layers: statistics of all ranks' batches, and which are trained. Only now, as the model's function names them.
-    if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, devices.device_of_sums(config.device)):
-        raise ConfigError(f"model.sync_batch_norm: {config.model.name} has no BatchNormalization layers: leave it out")
-    if config.model.trainable:
-        train_only(model, config.model.trainable)
-    _check_not_averaged(model, config.model.not_averaged)
+    _set_layers(model, config)
     # Other seeds on each rank, so that its dropout differs; the same where ranks share this state.
     models.seed_by_rank(model, config.seed, 0 if strategy.shares_state else hvd.rank())
     # The optimizer, from the inside to the outside: the loss is scaled before gradients of float16 are reduced.
@@ -198,16 +188,47 @@ def compiled_model(
         if config.model.loss:
             rows["loss"] = _compile_with_loss(model, named, config)
     else:
-        made = [*dict.fromkeys([*models.accuracy(config.model), *named.make_metrics()])]
-        stopping.check_monitor(config.train.monitor, made, not data_set.train.has_classes)
         if config.model.loss:
             rows["loss"] = config.model.loss
-        model.compile(optimizer, named.make_loss(), metrics=made, jit_compile=False)
+        metrics = _metrics(named, config, data_set)
+        model.compile(optimizer, named.make_loss(), metrics=metrics, jit_compile=False)
     # Last, as these replace the step of the compiled model.
     if config.train.jit:
         hvd.jit_gradients(model)
     strategy.make_ready(model, data_set.input_shape, data_set.num_classes)
     return model
+
+
+def _set_dtypes_and_seed(config: Config) -> None:
+    """Sets the dtypes of this process, and the same seed on all ranks, so that their first weights are the same."""
+    import keras
+
+    if config.train.precision == "float64":
+        keras.config.set_floatx("float64")  # of losses and metrics
+    keras.config.set_dtype_policy(config.train.precision)
+    keras.utils.set_random_seed(config.seed)
+
+
+def _set_layers(model: keras.Model, config: Config) -> None:
+    """Makes batch normalization take all ranks' statistics, and freezes layers, as the options say."""
+    from ringtrain import hvd
+
+    # Only now that the model is built, as its function names the layers.
+    if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, devices.device_of_sums(config.device)):
+        raise ConfigError(f"model.sync_batch_norm: {config.model.name} has no BatchNormalization layers: leave it out")
+    if config.model.trainable:
+        train_only(model, config.model.trainable)
+    _check_not_averaged(model, config.model.not_averaged)
+
+
+def _metrics(named: Named, config: Config, data_set: data.DataSet) -> list[Any]:
+    """Metrics of a model that its function has not compiled, each once. Raises ConfigError for an unknown monitor."""
+    from ringtrain.run import stopping
+
+    metrics = [*models.accuracy(config.model), *named.make_metrics()]
+    metrics = list(dict.fromkeys(metrics))
+    stopping.check_monitor(config.train.monitor, metrics, not data_set.train.has_classes)
+    return metrics
 
 
 def _compile_with_loss(model: keras.Model, named: Named, config: Config) -> str:
@@ -232,7 +253,8 @@ def split_model(model: keras.Model, config: Config) -> dict[str, str]:
 
     # Layers follow each other on devices; columns of one layer are on all of them.
     options = config.model
-    layers, columns = (options.num_devices if kind in options.split else 1 for kind in ("layers", "columns"))
+    layers = options.num_devices if "layers" in options.split else 1
+    columns = options.num_devices if "columns" in options.split else 1
     try:
         begins = options.stages if layers > 1 else ()
         stages = hvd.split(model, layers, options.micro_batches, begins, columns)
@@ -242,7 +264,9 @@ def split_model(model: keras.Model, config: Config) -> dict[str, str]:
     rows = {"micro-batches": f"{options.micro_batches} of {config.train.batch_size / options.micro_batches:g} rows"}
     for number, (device, (num_bytes, names)) in enumerate(hvd.columns_of(model).items(), start=1):
         rows[f"part {number}"] = f"on {device}: weights {num_bytes / 1e6:.3g} MB of {', '.join(names)}"
-    for number, stage in enumerate(stages if stages[1:] else [], start=1):
+    if len(stages) == 1:
+        return rows
+    for number, stage in enumerate(stages, start=1):
         weights, outputs = stage.bytes_of()
         place = f"{stage.layers[0].name} to {stage.layers[-1].name} on {stage.device}"
         rows[f"stage {number}"] = f"{place}: weights {weights / 1e6:.3g} MB, outputs {outputs / 1e3:.3g} kB per row"

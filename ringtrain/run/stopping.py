@@ -131,16 +131,21 @@ class StopTogether(keras.callbacks.Callback):
         ends_quietly = any(isinstance(one, keras.callbacks.TerminateOnNaN) for one in run.users_callbacks)
         requests = [run.signals.received, time_is_up, bool(self._reason), save, ends_quietly]
         batches = run.fingerprint() or 0
-        local = np.array([self._first_bad_step > 0, self._unreadable(), *requests, batches, -batches], np.int32)
+        mirror = run.lock.mirror
+        taken_over = mirror is not None and mirror.lease.is_lost
+        problems = [self._first_bad_step > 0, self._unreadable(), taken_over]
+        local = np.array([*problems, *requests, batches, -batches], np.int32)
         if run.size > 1:
             local = hvd.allreduce(local, op=hvd.Max, name="ringtrain_stop").numpy()
-        bad, unreadable, number, time_is_up, requested, save, ends_quietly, highest, lowest = local
+        bad, unreadable, taken_over, number, time_is_up, requested, save, ends_quietly, highest, lowest = local
         if highest != -lowest:
             self._raise_other_batches(batches)
         if save:
             self.save_is_due, self._saved_s = True, now_s
         if unreadable:
             hvd.run_together(run.data_set.raise_unreadable)
+        if taken_over:
+            hvd.run_together(lambda: mirror.lease.raise_if_lost() if mirror else None)
         if bad and not ends_quietly:
             self._raise_together()
         if bad:  # TerminateOnNaN has asked for the end, which is no error then; the last checkpoint is older
@@ -216,7 +221,10 @@ class Plateau(keras.callbacks.Callback):
             return
         # Rank 0's values for all ranks, so that all decide the same even if a callback changes one rank's logs.
         train, logs = self.config.train, logs or {}
-        local = [None if logs.get(name) is None else float(logs[name]) for name in (train.monitor, self.accuracy)]
+        local: list[float | None] = []
+        for name in (train.monitor, self.accuracy):
+            number = logs.get(name)
+            local.append(None if number is None else float(number))
         value, accuracy = hvd.broadcast_object(local, 0, name="ringtrain_monitor")
         if value is None and (train.patience or self.config.schedule.plateau_patience):
             raise ConfigError(f"train.monitor: got {train.monitor}, expected a metric of this model: {', '.join(logs)}")

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 POSITION = ("global_step", "time_s")
 """keys of a record that are not metrics, but its position in the run"""
+BETWEEN_NOTES_S, BETWEEN_NOTES = 10.0, 0.01
+"""time between two entries of where time went: seconds, or a fraction of the time of training, whichever is longer"""
 
 
 class Recorder(keras.callbacks.Callback):
@@ -53,6 +55,8 @@ class Recorder(keras.callbacks.Callback):
         self.images_per_step = run.numbers.samples_per_step
         self.first_step = run.clock.global_step
         self.timed_steps, self.timed_s = 0, 0.0
+        self._begin_s = time.perf_counter()
+        self._next_note_s = self._begin_s + BETWEEN_NOTES_S
         self.reported = False
         self.unwritten: dict[str, list[str]] = {}
         self.epochs = _records_until(self.folder / METRICS, self.first_step - run.clock.is_open)
@@ -91,6 +95,14 @@ class Recorder(keras.callbacks.Callback):
         every = self.run.config.tracking.every_steps
         if every and self.run.clock.passed(every):
             self._record(STEPS, "steps/", self.epoch, logs)
+        self._note_time()
+
+    def _note_time(self) -> None:
+        """Writes where time went to the journal, now and then: a kill loses what came after the last entry."""
+        now_s = time.perf_counter()
+        if now_s > self._next_note_s:
+            self.run.journal.write("time", global_step=self.global_step)
+            self._next_note_s = now_s + max(BETWEEN_NOTES_S, BETWEEN_NOTES * (now_s - self._begin_s))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         steps, seconds = self.global_step - self.steps_before, self.epoch_end_s - self.epoch_start_s
@@ -228,13 +240,9 @@ def draw_curves(
         steps, planned_rates = planned
         rates.plot(steps / steps_per_epoch, planned_rates, label="planned")
     # A record has the learning rate of the epoch's last step; steps count from 0.
-    rates.plot(
-        [(r["global_step"] - 1) / steps_per_epoch for r in epochs],
-        [r["learning_rate"] for r in epochs],
-        ".",
-        label="trained with",
-    )
+    ends = [(record["global_step"] - 1) / steps_per_epoch for record in epochs]
     trained_with = [record["learning_rate"] for record in epochs]  # none, if the run ended in its first epoch
+    rates.plot(ends, trained_with, ".", label="trained with")
     highest = max([*planned_rates, *trained_with], default=1.0)
     rates.set(xlabel="epoch", ylabel="learning rate", ylim=(0, 1.1 * highest or 1))  # a constant rate not on the edge
     rates.grid(alpha=0.3)
@@ -278,6 +286,8 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
     callbacks, numbers = run.callbacks, run.numbers
     metrics, recorder = callbacks.saver.metrics, callbacks.recorder
     slot_bytes, unsharded = hvd.slot_bytes(hvd.optimizers_of(run.model))
+    links = callbacks.trackers.links
+    tracked = {"tracked": links} if links else {}
     summary = {
         "test_accuracy": metrics.get("test_accuracy"),
         "test_loss": metrics.get("test_loss"),
@@ -300,7 +310,7 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
         "saves": callbacks.saver.saves,
         "fit_s": time.time() - run.started,
         "started": run.started,
-        **({"tracked": links} if (links := callbacks.trackers.links) else {}),
+        **tracked,
         "hosts": run.hosts,
         "git_revision": consistency.git_revision(Path.cwd()),
         **facts,

@@ -15,6 +15,7 @@ from typing import Any
 
 OPTIONS = (
     "run.directory",
+    "run.mirror",
     "checkpoint.",
     "device.",
     "health.",
@@ -29,9 +30,12 @@ OPTIONS = (
     "strategy.name",
     "train.max_time_s",
     "train.check_every_steps",
+    "train.jit",
     "train.virtual_ranks",
 )
 """Options of a configuration that a script may set; the others are arguments of `fit`, or the script's own."""
+OF_FIT = ("train.jit", "train.virtual_ranks")
+"""those among them that need the steps of `ringtrain.fit`"""
 ON_RANK_0 = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "ProgbarLogger")
 """Keras' callbacks that write files or show progress."""
 

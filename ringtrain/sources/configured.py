@@ -72,31 +72,25 @@ def _job(process: Process, given: data.FitArguments) -> Job:
 
     config, together = process.config, process.together
     name, size = config.data.name, num_shards(config, hvd.size())
-    if not process.strategy.trains_rows:
-        raise ConfigError(f"data.name: {name}: {setup.NO_CLASSES}")
-    if process.strategy.ranks_change and not config.train.virtual_ranks:
-        raise ConfigError(
-            f"data.name: {name}: without integer classes, an elastic run of ringtrain.train divides its data by"
-            " train.virtual_ranks, whose number stays: give it, or use ringtrain.fit"
-        )
-    if config.train.jit:
-        raise ConfigError("train.jit: it needs samples with integer classes: leave it out")
+    _check_without_classes(config, process.strategy)
     rows = config.train.batch_size * size
     given = dataclasses.replace(given, epochs=config.train.epochs, seed=config.seed)
 
     train, test, shape, num_targets = together(lambda: _split(config, given, rows))
     validation = script.validation_of(given, test, rows, "test_")
     _check_monitor(config, len(test) > 0, validation.epochs is None)
-    num_train, batches = len(train), [(" batches" if isinstance(part, data.Stream) else "") for part in (train, test)]
-    sizes = f"{num_train:,}{batches[0]} to train, {len(test):,}{batches[1]} to test"
-    plan = {"data": f"{name} ({train.kind}): {sizes}", "on resume": train.on_resume}
+    num_train = len(train)
+    plan = {
+        "data": f"{name} ({train.kind}): {_size(train)} to train, {_size(test)} to test",
+        "on resume": train.on_resume,
+    }
     if isinstance(train, data.Stream):
         rows, num_train = train.batch_size, num_train * train.batch_size
         plan |= train.plan
         process.config = _with_unscaled_rate(config)
+        num_rows = f"{rows:,}" if rows > 1 else "unknown"
         plan["global batch"] = (
-            f"{f'{rows:,}' if rows > 1 else 'unknown'}: a batch of the {train.kind}, on all ranks together;"
-            f" train.batch_size has no effect"
+            f"{num_rows}: a batch of the {train.kind}, on all ranks together; train.batch_size has no effect"
         )
     facts: dict[str, Any] = {"on_resume": train.on_resume}
 
@@ -115,17 +109,45 @@ def _job(process: Process, given: data.FitArguments) -> Job:
     checksums = together(lambda: data.checksums(data_set))
     if config.train.virtual_ranks:
         checksums |= devices.of_kernels(process.pinning)
+    of_name = ["training data"]
+    if not isinstance(test, data.Stream):
+        of_name.append("test data")
     return Job(
         data_set=data_set,
         numbers=numbers,
         checksums=checksums,
-        of_name=("training data",) if isinstance(test, data.Stream) else ("training data", "test data"),
+        of_name=of_name,
         validation=validation,
         plan=plan,
         facts=facts,
         prepare=prepare,
         named_in_errors=name,
     )
+
+
+def _check_without_classes(config: Config, strategy: Strategy) -> None:
+    """Raises ConfigError for options that need samples with integer classes."""
+    name = config.data.name
+    if not strategy.trains_rows:
+        raise ConfigError(f"data.name: {name}: {setup.NO_CLASSES}")
+    if strategy.ranks_change and not config.train.virtual_ranks:
+        raise ConfigError(
+            f"data.name: {name}: without integer classes, an elastic run of ringtrain.train divides its data by"
+            " train.virtual_ranks, whose number stays: give it, or use ringtrain.fit"
+        )
+    if config.train.jit:
+        raise ConfigError("train.jit: it needs samples with integer classes: leave it out")
+    if config.model.loss == models.OF_CLASSES and not config.data.num_classes and ":" not in config.model.name:
+        raise ConfigError(
+            f"data.num_classes: expected the number of classes of {name}, for the outputs of {config.model.name}"
+        )
+
+
+def _size(part: data.NumberedRows | data.Stream | data.Split) -> str:
+    """Number of rows or batches, for the plan."""
+    if isinstance(part, data.Stream):
+        return f"{len(part):,} batches"
+    return f"{len(part):,}"
 
 
 def _split(

@@ -20,13 +20,15 @@ from tensorflow.python.eager import context
 from ringtrain import data, hvd
 from ringtrain.config import Config, changed_options, with_values
 from ringtrain.derived import Numbers
-from ringtrain.errors import ConfigError, OutOfSync
+from ringtrain.errors import ConfigError, OutOfSync, RingtrainError
 from ringtrain.hvd import train_step
 from ringtrain.hvd.distributed import undistribute
-from ringtrain.hvd.keras_patches import distributed, innermost, set_untracked
+from ringtrain.hvd.keras_patches import distributed, innermost, layers_of, set_untracked
 from ringtrain.monitor import fault_injection
 from ringtrain.optim import divided, metric_states
 from ringtrain.optim.optimizers import first_and_largest_rate
+from ringtrain.optim.uneven import NO_XLA
+from ringtrain.protocol.cores import num_threads
 from ringtrain.protocol.env import SLOT
 from ringtrain.protocol.for_script import ForScript
 from ringtrain.run import consistency, devices, identity, model_state
@@ -109,7 +111,7 @@ def _job(process: Process, source: ScriptSource) -> Job:
     validation = validation_of(arguments, test, batch_size, "val_")
     unlike = _prepare(process, model, train, batch_size)
     num_train = len(train)
-    more = train.plan
+    more = {**train.plan, **_compile_by_xla(process, model, train)}
     if isinstance(train, data.Stream):
         batch_size = train.batch_size * (size if train.is_shard else 1)
         held_out = f"{len(test):,}{' batches' if isinstance(test, data.Stream) else ''} to validate"
@@ -131,7 +133,7 @@ def _job(process: Process, source: ScriptSource) -> Job:
     checksums = {name + consistency.DIVIDED: text for name, text in data.checksums(data_set).items()}
     if process.config.train.virtual_ranks:
         checksums |= devices.of_kernels(process.pinning)
-        checksums["number of threads"] = str(process.pinning.num_threads)
+        checksums["number of threads"] = str(num_threads(tf.config.threading.get_intra_op_parallelism_threads()))
     of_name = {*checksums}
     if isinstance(test, data.Stream):
         of_name.remove(f"test data{consistency.DIVIDED}")  # its first batch need not be the same in every start
@@ -245,6 +247,28 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
     if hvd.size() == 1:
         return []
     return unlike_one_process(model, batch, rows)
+
+
+def _compile_by_xla(process: Process, model: keras.Model, train: data.NumberedRows | data.Stream) -> dict[str, str]:
+    """Compiles the gradients with XLA, if the option asks for it; returns a row of the plan.
+
+    Last, as tracing for the comparisons before replaces parts of the step.
+    """
+    if not process.config.train.jit:
+        is_asked = model._compile_config is not None and model._compile_config.config.get("jit_compile") is True
+        return {"xla": "off: it has no kernel for the allreduce; options train.jit, optimizer.jit"} if is_asked else {}
+    batch = train.dataset.element_spec if isinstance(train, data.Stream) else train.rows(0, 1)
+    layers = layers_of(model)
+    is_masked = any(isinstance(one, keras.layers.Masking) or getattr(one, "mask_zero", False) for one in layers)
+    if process.strategy.shares_state:
+        raise ConfigError("train.jit: elastic jobs divide the step otherwise: leave it out")
+    if is_masked or keras.utils.unpack_x_y_sample_weight(batch)[2] is not None:
+        raise ConfigError(f"train.jit: {NO_XLA}")
+    try:
+        hvd.jit_gradients(model)
+    except RingtrainError as error:
+        raise ConfigError(f"train.jit: {str(error).removeprefix('jit: ')}") from error
+    return {"xla": "forward and backward pass are compiled; results differ in the last bits"}
 
 
 def distribute(process: Process, optimizers: Sequence[Any], door: str) -> None:

@@ -68,8 +68,10 @@ class Strategy:
     def begin(self) -> devices.Pinning:
         """Pins this rank's devices, before TensorFlow initializes one. Raises errors on every rank. Collective."""
         pinning = hvd.run_together(lambda: devices.pin_rank(self.config, hvd.local_rank(), hvd.local_size()))
-        if hvd.local_rank() == 0 and (warning := devices.missing_gpu(pinning, bool(hvd.nccl_built()))):
-            print(f"ringtrain: {warning}", file=sys.stderr, flush=True)
+        if hvd.local_rank() == 0:
+            warning = devices.missing_gpu(pinning, bool(hvd.nccl_built()))
+            if warning:
+                print(f"ringtrain: {warning}", file=sys.stderr, flush=True)
         return pinning
 
     def placement(self, numbers: Numbers, pinning: devices.Pinning, hosts: Sequence[str]) -> dict[str, str]:
@@ -99,7 +101,8 @@ class Strategy:
         """Facts for summary.json. Collective."""
         times = {}
         if run.step_timer:
-            times = {"rank": run.rank, "host": socket.gethostname(), **run.step_timer.own_times()}
+            place = {"host": socket.gethostname(), "device": str(run.pinning)}
+            times = {"rank": run.rank, **place, **run.step_timer.own_times()}
         num_virtual = self.config.train.virtual_ranks
         of_virtual = {"num_ranks": run.size, "virtual_ranks": num_virtual} if num_virtual else {}
         return {"ranks": hvd.allgather_object(times, name="ringtrain_times"), "strategy": self.about, **of_virtual}

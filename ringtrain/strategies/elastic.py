@@ -291,6 +291,7 @@ class BatchScheduler(resume.Clock):
             self.current = dataclasses.replace(self.current, dealt_by=rows, length=length)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        hvd.step_timing.PLACE.enter("step")
         self.turn_over()
         current, numbers, run = self.current, self.run.numbers, self.run
         self.in_step = min(numbers.samples_per_step, current.length - current.position)
@@ -310,6 +311,7 @@ class BatchScheduler(resume.Clock):
             optimizers.set_rate(self.model.optimizer, rate)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        hvd.step_timing.PLACE.enter("callbacks")
         super().on_train_batch_end(batch, logs)
         before = self.current.position
         self.current = dataclasses.replace(self.current, position=before + self.in_step)

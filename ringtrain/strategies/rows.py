@@ -115,7 +115,7 @@ def errors_named(name: str) -> Iterator[None]:
         yield
     except tf.errors.OpError as error:
         # TensorFlow wraps one that a pipeline has raised, with all its frames.
-        found = re.search(r"^ringtrain\.errors\.DataError: (.+)$", str(error), re.MULTILINE)
+        found = re.search(r"^ringtrain\.errors\.(?:DataError|DamagedData): (.+)$", str(error), re.MULTILINE)
         if found:
             raise DataError(found[1]) from None
         raise

@@ -78,7 +78,7 @@ def slurm(lab_possible: None, request: pytest.FixtureRequest) -> Iterator[slurm_
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reasons = []
     for report in terminalreporter.getreports("skipped"):
-        reasons += [reason for name, reason in report.user_properties if name == LACKING]
+        reasons += [reason for name, reason in getattr(report, "user_properties", ()) if name == LACKING]
     if reasons:
         terminalreporter.write_line(
             f"NOT TESTED ON SEVERAL HOSTS: {len(reasons)} tests were skipped, since this machine lacks"

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 from launching import BIN, ROOT, run, warm_python
 
-from ringtrain.monitor import journal
+from ringtrain.monitor import goodput, journal
 from ringtrain.protocol.env import FOR_SCRIPT
 from ringtrain.protocol.for_script import ForScript
 
@@ -64,6 +64,10 @@ def test_two_deaths_and_what_comes_back_change_no_bit(tmp_path: Path) -> None:
     sizes = changes(run_folder)
     assert [(before, after) for before, after, _ in sizes] == [(3, 2), (2, 3), (3, 2), (2, 3)]
     assert all(repeated <= 1 for *_, repeated in sizes)
+
+    spent = goodput.of(journal.read(run_folder))
+    assert spent is not None and len(spent.attempts) == 1
+    assert spent.seconds["resize"] > 0 and spent.seconds["restart"] == 0
 
 
 def test_deaths_where_epochs_and_training_end_change_no_bit(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from faulty import NUM_STEPS, final_files, run_in, summary, train
 from launching import ROOT
 
-from ringtrain.monitor import journal
+from ringtrain.monitor import goodput, journal
 
 sys.path.append(str(ROOT / "tests" / "cluster"))
 from lab import wait_for
@@ -69,6 +69,10 @@ def test_random_kills_change_nothing(undisturbed: Path, tmp_path: Path, count, t
             recovery_s.append(again[run_start + 1]["time_s"] - faults[0]["time_s"])
             while_saving += sum(fault["during"] == "save" for fault in faults)
         restarts += len(kills)
+        spent = goodput.of(events)
+        assert spent is not None and len(spent.attempts) == 1 + len(kills)
+        assert spent.total_s == pytest.approx(events[-1]["time_s"] - begun[0]["begun_s"], rel=0.01)
+        assert min(spent.seconds[part] for part in ("steps", "start", "restore", "restart")) > 0
     tally(
         f"{wanted} kills at random ({while_saving} of rank 0 inside a save), with restarts",
         f"{restarts} restarts, {repeated} steps repeated, every run ended, all weights as undisturbed, bit for bit;"

@@ -5,9 +5,11 @@ Nothing of them is made for ringtrain: data and models are as in a script with `
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
@@ -90,6 +92,29 @@ def tf_data_from_files():
     model = dense(layers.Dense(1))
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
     return fit(model, batches)
+
+
+def rows_of_files():
+    """Tar files in WebDataset's layout."""
+    folder = Path(tempfile.gettempdir()) / "ringtrain-matrix-tar"
+    folder.mkdir(exist_ok=True)
+    x, y = numbers()
+    for number, part in enumerate(np.array_split(np.arange(ROWS), 5)):
+        own = folder / f".{number}.tar.{os.getpid()}"
+        with tarfile.open(own, "w") as file:
+            for row in part.tolist():
+                for ending, values in (("x.npy", x[row]), ("y.npy", y[row])):
+                    content = io.BytesIO()
+                    np.save(content, values)
+                    member = tarfile.TarInfo(f"{row:03}.{ending}")
+                    member.size = content.tell()
+                    content.seek(0)
+                    file.addfile(member, content)
+        if not (folder / f"{number}.tar").exists():
+            own.rename(folder / f"{number}.tar")
+    model = dense(layers.Dense(1))
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
+    return fit(model, ringtrain.Records(folder, inputs="x.npy", target="y.npy"), batch_size=BATCH)
 
 
 def py_dataset_with_workers():
@@ -347,6 +372,7 @@ JOBS = (
     sample_weights,
     inputs_and_outputs_with_masks,
     tf_data_from_files,
+    rows_of_files,
     py_dataset_with_workers,
     generator,
     generator_of_rank_0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ from fit_alike import (
     CLASSES,
     OUTPUT,
     SAME,
+    WEIGHTS,
     X,
     Y,
     compiled,
@@ -30,8 +32,9 @@ from only import only
 
 import ringtrain
 from ringtrain import hvd
-from ringtrain.config import CheckpointConfig, ModelConfig
+from ringtrain.config import CheckpointConfig, ModelConfig, TrainConfig
 from ringtrain.errors import RingtrainError
+from ringtrain.hvd import train_step
 
 DRAW = np.random.default_rng(1)
 IMAGES, PIXELS = DRAW.normal(size=(70, 8, 8, 1)), DRAW.integers(0, 3, (70, 8, 8))
@@ -388,3 +391,39 @@ def several_steps_per_call() -> None:
         return compiled(dense(), metrics=["mae"], steps_per_execution=2)
 
     equals_one_process(make, X, Y, "steps")
+
+
+@only(np=3)
+def compiled_by_xla() -> None:
+    """Unequal parts. `compile(jit_compile=True)` alone changes nothing; what XLA cannot do is named."""
+
+    class Noting(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if train_step.has_layer(self.model, "ranks"):  # not in Keras' own fit
+                compiles.add(train_step.has_layer(self.model, "jit"))
+
+    def make() -> keras.Model:
+        return compiled(dense(), jit_compile=True)
+
+    compiles: set[bool] = set()
+    note = {"callbacks": [Noting()]}
+    xla = options(train=TrainConfig(jit=True))
+    equals_one_process(make, X, Y, "xla", options=xla, **note)
+    assert compiles == {True}
+    compiles.clear()
+    equals_one_process(make, X, Y, "no-xla", sample_weight=WEIGHTS, **note)
+    assert compiles == {False}
+
+    # A loss whose divisor follows from all ranks' weights is summed over them.
+    own = compiled(dense())
+    own.train_step = functools.partial(keras.Model.train_step, own)
+    for model, weights, problem in (
+        (make(), WEIGHTS, "masks, sample or class weights"),
+        (own, None, "has a train_step of its own"),
+    ):
+        try:
+            ringtrain.fit(model, X, Y, sample_weight=weights, name="refused", **SAME, options=xla)
+        except ringtrain.errors.ConfigError as error:
+            assert "train.jit: " in str(error) and problem in str(error), error
+        else:
+            raise AssertionError(problem)

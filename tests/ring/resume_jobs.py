@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -19,7 +21,7 @@ from only import only
 import ringtrain
 import ringtrain.hvd as hvd
 from ringtrain import config_io, train
-from ringtrain.config import CheckpointConfig, HealthConfig
+from ringtrain.config import CheckpointConfig, HealthConfig, with_values
 
 AT_ONCE = HealthConfig(agree_every_steps=1)
 
@@ -71,6 +73,37 @@ def a_stop_saves_the_weights_of_its_step() -> None:
         resumed, again = _fit(f"{name}-ended", make, *(callback() for callback in callbacks), chaos=chaos)
         assert distance(whole, resumed) == 0, (name, distance(whole, resumed))
         assert history.history == again.history, name
+
+
+@only(np=2)
+def a_run_goes_on_from_its_mirror() -> None:
+    """Killed within an epoch on a host whose disk is then lost: the weights and files of a run that was not."""
+    if importlib.util.find_spec("fsspec") is None:
+        return  # an extra, which CI installs
+    whole, history = _fit("mirror-whole", _plain, checkpoint=CheckpointConfig(every_steps=1))
+
+    def mirrored(*callbacks: Any) -> tuple[keras.Model, Any]:
+        config = options(health=AT_ONCE, checkpoint=CheckpointConfig(every_steps=1))
+        config = with_values(config, {"run.mirror": str(OUTPUT / f"mirror-{hvd.size()}")})
+        model, arguments = _plain(), {"batch_size": 32, "epochs": 3, "validation_data": (X[:40], Y[:40]), "verbose": 0}
+        return model, ringtrain.fit(model, X, Y, name="lost", callbacks=callbacks, options=config, **arguments)
+
+    with contextlib.suppress(Killed):
+        mirrored(KillAfter(7))
+        raise AssertionError("was not killed")
+    run = OUTPUT / f"runs-{hvd.size()}" / "lost"
+    while hvd.rank() == 0 and run.exists():
+        shutil.rmtree(run, ignore_errors=True)  # the thread of the killed run may still write into it
+    hvd.allgather_object(0, name="the_disk_is_lost")
+    resumed, again = mirrored()
+    assert distance(whole, resumed) == 0, distance(whole, resumed)
+    assert history.history == again.history
+    there = OUTPUT / f"mirror-{hvd.size()}" / "lost"
+    hvd.allgather_object(0, name="the_mirror_is_written")
+    for name in ("summary.json", "metrics.jsonl", "logs/journal-0.jsonl"):
+        assert (there / name).read_bytes() == (run / name).read_bytes(), name
+    saved = [sorted(path.name for path in (folder / "checkpoints").iterdir()) for folder in (run, there)]
+    assert saved[0] == saved[1], saved
 
 
 def _stops(name: str, *callbacks: Any, within: bool = False, **more: Any) -> tuple[keras.Model, Any]:

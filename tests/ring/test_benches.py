@@ -29,6 +29,14 @@ print("sklearn" in sys.modules, "matplotlib" in sys.modules)
 """
 
 
+COSTLY_MODEL = """
+import keras, numpy as np, ringtrain
+model = keras.Sequential([keras.Input((16,)), *(keras.layers.Dense(2048) for _ in range(3)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+ringtrain.fit(model, np.ones((4096, 16), "float32"), np.ones((4096, 1)), batch_size=64)
+"""
+
+
 def results_of(tmp_path, kind: str, np: int, *words: object, env: dict[str, str] | None = None) -> dict:
     out = tmp_path / f"{kind}.json"
     where = ["-np", np, "-H", f"localhost:{np}", "--turns", 1, "--out", out]
@@ -89,6 +97,13 @@ def test_input_measures_every_source_beside_itself_without_the_pipeline(tmp_path
     assert list(found) == ["digits", "fashion-mnist", "imagenet-tfrecords"]
     assert found["imagenet-tfrecords"].keys() == {"pipeline", "alone", "/ alone", "same work", "/ same work"}
     assert found["digits"]["pipeline"]["median"] > 0
+
+
+def test_input_of_a_script_is_its_batches_alone(tmp_path):
+    (tmp_path / "own.py").write_text(COSTLY_MODEL)
+    found = results_of(tmp_path, "input", 2, "--batches", 5, "--", "python", tmp_path / "own.py")["own.py"]
+    assert found["input alone"]["median"] > 3 * found["training"]["median"] and found["waiting"] < 0.5
+    assert not (tmp_path / "runs").exists()
 
 
 def test_what_training_does_not_need_is_loaded_when_it_is_used():

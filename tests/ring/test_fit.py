@@ -14,6 +14,8 @@ import sample
 from launching import ROOT, run
 from only import marked_functions
 
+from ringtrain.protocol.cores import count_cores
+
 JOBS = Path(__file__).parent / "run_fit.py"
 ALONE = Path(__file__).parent / "run_fit_alone.py"
 LIMIT_S, START_LIMIT_S = 120, 1800
@@ -24,7 +26,7 @@ HANDED_OVER = {"resumed_by_other_ranks", "seeds_go_on_with_another_number_of_ran
 def _jobs() -> dict[str, dict[str, Any]]:
     """Names of all jobs, with their marks: most are for one number of ranks, to which another one adds nothing.
 
-    Batches of 32 are cut into equal parts on 2 ranks, and unequal ones on 3, which get a third of the jobs each day.
+    Batches of 32 are cut into equal parts on 2 ranks, and unequal ones on 3. A third of the jobs is due each day.
     """
     jobs = {}
     # Those of the configured trainer first: it sets the threads of TensorFlow, which nothing may have used before.
@@ -45,7 +47,7 @@ ringtrain.fit(model, np.ones((32, 4)), np.ones((32, 1)), verbose=0)
 def _cases() -> Iterator[Any]:
     for np in (2, 3):
         for name, marks in NAMES.items():
-            is_due = np == 2 or marks != {"quick": False} or sample.is_due(name, one_in=3)
+            is_due = marks["quick"] or sample.is_due(name, one_in=3)
             if marks.get("np", np) == np and is_due:
                 yield pytest.param(np, name, marks=[pytest.mark.quick] if marks["quick"] else [])
 
@@ -92,6 +94,8 @@ def test_the_example_under_the_launcher_and_alone(tmp_path: Path) -> None:
     for np in (2, 0):
         ended = run(np, [python, script, "--name", f"on-{np}"], START_LIMIT_S, cwd=tmp_path, warm=True)
         assert ended.returncode == 0, ended.stderr[-5000:]
+        share = f"CPU, {max(1, count_cores()[1] // 2)} thread"
+        assert not np or share in ended.stdout  # though the script builds its model before ringtrain.fit
     once_more = run(2, [python, script, "--name", "on-2"], START_LIMIT_S, cwd=tmp_path, warm=True)
     assert "complete" in once_more.stdout and "files in runs/on-2" in once_more.stdout
     summaries = [json.loads((tmp_path / f"runs/on-{np}/summary.json").read_text()) for np in (2, 0)]

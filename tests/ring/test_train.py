@@ -17,6 +17,7 @@ import pytest
 from ringtrain import config_io
 from ringtrain.config import Config, DataConfig
 from ringtrain.data.sources import DEBIAN_FOLDER
+from ringtrain.monitor import goodput, journal
 from ringtrain.protocol import env
 from ringtrain.protocol.attempt import Attempt
 
@@ -102,6 +103,21 @@ def test_metrics_of_every_epoch_once(digits):
     assert records[-1]["test_accuracy"] == summary["test_accuracy"]
     assert records[-1]["loss"] < records[0]["loss"]
     assert all(record["images_per_s"] > 0 for record in records)
+
+
+def test_the_journal_tells_where_the_time_went(digits):
+    """The parts add up to the clock; what other files say of saves and steps agrees with them."""
+    _, folder = digits
+    events = journal.read(folder)
+    of_rank_0 = [event for event in events if event["rank"] == 0]
+    spent = goodput.of(events)
+    assert spent is not None
+    assert spent.total_s == pytest.approx(of_rank_0[-1]["time_s"] - of_rank_0[0]["begun_s"], rel=0.01)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert spent.seconds["save"] == pytest.approx(summary["saves"]["stall_s"], rel=0.5, abs=0.5)
+    assert 0 < spent.seconds["steps"] + spent.seconds["input"] < summary["fit_s"]
+    assert spent.seconds["repeated"] == spent.seconds["restart"] == spent.seconds["away"] == 0
+    assert not any("spent_s" in event for event in events if event["rank"])
 
 
 def test_tensorboard_can_read_the_scalars(digits):

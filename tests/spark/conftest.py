@@ -30,7 +30,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[standalone.Clu
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reasons = []
     for report in terminalreporter.getreports("skipped"):
-        reasons += [reason for name, reason in report.user_properties if name == LACKING]
+        reasons += [reason for name, reason in getattr(report, "user_properties", ()) if name == LACKING]
     if reasons:
         terminalreporter.write_line(
             f"NOT TESTED ON SPARK: {len(reasons)} tests were skipped: {'; '.join(sorted(set(reasons)))}",

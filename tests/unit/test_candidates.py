@@ -28,14 +28,15 @@ def tried(name, facts, told=(), launcher="mpirun"):
 
 
 def test_what_gains_most_is_tried_first_and_what_changes_numbers_only_where_that_is_allowed():
-    assert candidates.order(ONE_HOST, False)[0] == "groups" and candidates.order(ONE_HOST, False)[-1] == "compression"
+    assert candidates.order(ONE_HOST, False)[0] == "ranks" and candidates.order(ONE_HOST, False)[-1] == "compression"
     assert (
         candidates.order(TWO_HOSTS, False)[0] == "controller"
         and candidates.order(TWO_HOSTS, False)[-1] == "compression"
     )
     assert candidates.order(TWO_HOSTS, True)[:2] == ["compression", "controller"]
     assert "hierarchical" not in candidates.order(ONE_HOST, True)
-    assert {*candidates.order(TWO_HOSTS, True)} == {*candidates.LEVERS} > {*candidates.order(ONE_HOST, True)}
+    orders = [{*candidates.order(facts, True)} for facts in (ONE_HOST, TWO_HOSTS)]
+    assert orders[0] | orders[1] == {*candidates.LEVERS} and orders[0] ^ orders[1] == {"ranks", "hierarchical"}
     assert not candidates.next_lever("compression", ONE_HOST, Config(), "mpirun", allow_compression=False).keep
     assert candidates.next_lever("compression", ONE_HOST, Config(), "mpirun", allow_compression=True).keep
 
@@ -43,6 +44,15 @@ def test_what_gains_most_is_tried_first_and_what_changes_numbers_only_where_that
 @pytest.mark.parametrize(
     ("name", "facts", "expected"),
     [
+        ("ranks", ONE_HOST, ["-np 1 train.batch_size=64"]),
+        (
+            "ranks",
+            dataclasses.replace(ONE_HOST, num_ranks=8, ranks_per_host=8),
+            ["-np 1 train.batch_size=256", "-np 4 train.batch_size=64"],
+        ),
+        ("ranks", TWO_HOSTS, []),
+        ("ranks", GPUS, []),
+        ("groups", dataclasses.replace(ONE_HOST, num_ranks=1, ranks_per_host=1), []),
         ("yielding", ONE_HOST, ["OMPI_MCA_mpi_yield_when_idle=0"]),
         ("yielding", TWO_HOSTS, ["OMPI_MCA_mpi_yield_when_idle=1"]),
         ("yielding", Facts(2, 2, 8, 1, False, yields=None), []),
@@ -69,6 +79,14 @@ def test_nothing_is_tried_that_the_configuration_or_the_launcher_excludes():
     )
     for words in (["--optimizer.name", "sgd"], ["--optimizer.jit"], ["--strategy.name", "mpi-ring"]):
         assert tried("update", ONE_HOST, words) == []
+    assert tried("ranks", ONE_HOST, ["--strategy.name", "mpi-ring"]) == []
+    for words in (["--hvd.op", "adasum"], ["--hvd.local-steps", "4"], ["--train.virtual-ranks", "2"]):
+        assert tried("ranks", ONE_HOST, words) == []
+    seven = dataclasses.replace(ONE_HOST, num_ranks=7, ranks_per_host=7)
+    assert tried("ranks", seven) == ["-np 1 train.batch_size=224"]  # the same batch
+    assert tried("ranks", ONE_HOST, ["--device.threads", "2"]) == ["-np 1 device.threads=4 train.batch_size=64"]
+    of_script = candidates.next_lever("ranks", ONE_HOST, Config(), "mpirun", False, is_script=True)
+    assert [choice.text() for choice in of_script.candidates] == ["-np 1"]
     assert tried("controller", ONE_HOST, launcher="srun") == []
     assert tried("controller", ONE_HOST, launcher="horovodrun-gloo") == ["--launcher mpirun"]
     assert tried("compression", ONE_HOST, ["--hvd.compression", "fp16"]) == []

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from ringtrain import config_io, data, models
 from ringtrain.config import Config, DataConfig, ModelConfig
-from ringtrain.data.inputs import arguments_of
+from ringtrain.data.fit_arguments import arguments_of
 from ringtrain.derived import lower_is_better
 from ringtrain.errors import ConfigError, DataError
 from ringtrain.models import losses_metrics

@@ -15,7 +15,7 @@ from rich.console import Console
 from ringtrain.config import Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from ringtrain.derived import derive
 from ringtrain.protocol.launchers import launched_rank
-from ringtrain.run.console import Progress, duration, show_plan, show_ranks, show_result, terminal_of_launcher
+from ringtrain.run.console import Progress, duration, show_plan, show_ranks, show_result, terminal_of_launcher, waiting
 from ringtrain.run.devices import Pinning
 from ringtrain.run.tracking import figures_of
 from ringtrain.strategies.ring import Ring
@@ -147,6 +147,22 @@ def test_a_stopped_run_tells_how_to_resume_it(resume, more):
     assert told in " ".join(output.getvalue().split())
 
 
+def times_of(input_share, num_steps=500, wait_share=0.0, host="a", device="CPU, 1 thread"):
+    totals = {"step_s": 2.0, "input_s": 2.0 * input_share, "wait_s": 2.0 * wait_share, "num_steps": num_steps}
+    return {"host": host, "device": device, "totals": totals}
+
+
+def test_one_process_is_proposed_where_ranks_of_one_host_s_processors_wait_for_each_other():
+    def said(*ranks):
+        return waiting(ranks).keys()
+
+    assert said(times_of(0, wait_share=0.6), times_of(0, wait_share=0.3)) == {"allreduce"}
+    assert not said(times_of(0, wait_share=0.6), times_of(0, wait_share=0.2))  # waits for a slow rank
+    assert not said(times_of(0, wait_share=0.6), times_of(0, wait_share=0.6, host="b"))
+    assert not said(*[times_of(0, wait_share=0.6, device="GPU 0, all its memory")] * 2)
+    assert not said(times_of(0, wait_share=0.6)) and not said({}, {})
+
+
 @pytest.mark.parametrize("stopped_by", ["", "SIGINT", "train.patience"])
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_finished_run_tells_how_long_it_took_and_what_to_look_at_in_72_columns(stopped_by, is_terminal):
@@ -160,6 +176,7 @@ def test_a_finished_run_tells_how_long_it_took_and_what_to_look_at_in_72_columns
             "skipped_samples": 1234,
             "fit_s": 192.4,
             "global_step": 660,
+            "ranks": [{}, *(times_of(share) for share in (0.02, 0.38, 0.1))],
         },
         "config": {"run": {"resume": "never"}, "train": {"patience": 3, "monitor": "test_loss"}},
     }
@@ -168,12 +185,15 @@ def test_a_finished_run_tells_how_long_it_took_and_what_to_look_at_in_72_columns
     lines = output.getvalue().splitlines()
     assert max(map(len, lines)) <= 72
     assert "time           3 min 12 s of training, 1 h 1 min in all" in lines
+    assert sum(line.startswith("input          a rank waits 38% of its steps for data") for line in lines) == 1
+    summary["ranks"] = [times_of(0.08), times_of(0.9, num_steps=3)]
     assert lines[-3:] == ["next           ringtrain report runs/digits-20261120-110602", "", "proof"]
     # A terminal gets what was verified in 72 columns as well, a program that reads it in one line.
     verified = Ring(Config()).proof({"num_ranks": 2, "checksum": "aa1822a1d28747a5"}, "averaged")
     output.seek(0)
     output.truncate()
     show_result(console, Path("runs/a"), summary, verified, 3700.0)
+    assert "of its steps" not in output.getvalue()
     assert (verified in output.getvalue().splitlines()) is not is_terminal and len(verified) > 72
     assert max(len(line) for line in output.getvalue().splitlines() if line != verified) <= 72
     # A path is not broken, since it would not work when pasted.

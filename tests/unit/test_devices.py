@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from ringtrain.config import DeviceConfig
 from ringtrain.errors import DeviceError
+from ringtrain.protocol import cores
 from ringtrain.run.devices import Pinning, count_cores, gpu_memory_mb, identity, missing_gpu, plan
 
 
@@ -90,6 +93,55 @@ def test_a_containers_limit_counts(tmp_path):
     assert count_cores(quota) == (1, 1)
     quota.write_text("max 100000\n")
     assert count_cores(quota) == count_cores(tmp_path / "missing")
+
+
+OF_A_HOST = "OMPI_COMM_WORLD_LOCAL_SIZE"
+
+
+@pytest.mark.parametrize(
+    ("environ", "own", "expected"),
+    [
+        ({OF_A_HOST: "4"}, 8, "2"),
+        ({"HOROVOD_LOCAL_SIZE": "16"}, 8, "1"),
+        ({OF_A_HOST: "2", "RINGTRAIN_HOST_SLOTS": "4"}, 8, "2"),
+        ({OF_A_HOST: "2"}, 1, "1"),  # bound by its launcher
+        ({OF_A_HOST: "1"}, 8, "8"),
+        ({OF_A_HOST: "1", "RINGTRAIN_HOST_SLOTS": "4"}, 8, "2"),
+        ({OF_A_HOST: "1", "RINGTRAIN_FOR_SCRIPT": '{"options": {"train.virtual_ranks": 2}}'}, 8, "1"),
+        ({OF_A_HOST: "4", "RINGTRAIN_FOR_SCRIPT": "junk"}, 8, "2"),
+        ({OF_A_HOST: ""}, 8, None),
+        ({}, 8, None),
+    ],
+)
+def test_ranks_of_a_host_divide_its_cores_before_tensorflow_starts(monkeypatch, environ, own, expected):
+    monkeypatch.setattr(cores, "count_cores", lambda: (own, 8))
+    monkeypatch.setitem(sys.modules, "tensorflow.python.eager.context", None)
+    before = dict(environ)
+    cores.share_cores(environ)
+    assert environ == (before if expected is None else {**before, cores.INTRA_OP: expected, cores.INTER_OP: expected})
+
+
+@pytest.mark.parametrize("name", ["TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", ""])
+def test_threads_that_the_user_has_chosen_or_tensorflow_has_started_stay(monkeypatch, name):
+    started = SimpleNamespace(context=lambda: SimpleNamespace(_initialized=not name))
+    monkeypatch.setitem(sys.modules, "tensorflow.python.eager.context", started)
+    environ = {OF_A_HOST: "2", **({name: "7"} if name else {})}
+    before = dict(environ)
+    cores.share_cores(environ)
+    assert environ == before
+
+
+def test_a_wrapper_of_a_bound_rank_is_not_taken_for_its_launcher(monkeypatch, tmp_path):
+    """bash under mpirun, whose cores are the host's; above it, a shell that has more, which do not count."""
+    cores_of = {0: {0, 1}, 30: {0, 1}, 20: {0, 1, 2, 3}, 10: set(range(8))}
+    for process, parent, name in ((30, 20, "bash"), (20, 10, "mpirun"), (10, 1, "bash")):
+        (tmp_path / str(process)).mkdir()
+        (tmp_path / str(process) / "comm").write_text(f"{name}\n")
+        (tmp_path / str(process) / "stat").write_text(f"{process} ({name} a) S {parent} 0 0\n")
+    monkeypatch.setattr(cores, "PROCESSES", tmp_path)
+    monkeypatch.setattr(cores.os, "getppid", lambda: 30)
+    monkeypatch.setattr(cores.os, "sched_getaffinity", cores_of.__getitem__)
+    assert cores.count_cores(tmp_path / "missing") == (2, 4)
 
 
 class FakeDriver:

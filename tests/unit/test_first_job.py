@@ -90,7 +90,7 @@ def test_runs_are_listed_newest_first(many: Path, capsys: pytest.CaptureFixture[
     cells = [[cell.strip() for cell in row if cell.strip()] for row in (head, *rows)]
     assert [row[0] for row in cells] == ["run", "third", "second", "first"]
     assert cells[0] == [
-        *("run", "state", "steps", "test accuracy", "test loss", "accuracy", "speed", "ranks", "started"),
+        *("run", "state", "steps", "test accuracy", "test loss", "accuracy", "speed", "goodput", "ranks", "started"),
     ]
     assert cells[1] == ["third", "killed", "0"]
     assert cells[3][:7] == ["first", "complete", "30", "50.00 %", "0.3333", "65.00 %", "2,000 images/s"]

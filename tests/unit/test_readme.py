@@ -7,7 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
-import pages
+import figures
 import pytest
 
 from ringtrain import config_io, keras_fit, sources
@@ -156,10 +156,28 @@ def test_pictures_are_small_and_load_nothing() -> None:
 
 
 def test_the_plot_of_speed_shows_the_figures_of_its_page() -> None:
-    measured = pages.speeds()
-    assert len(measured) > 4 and pages.SPEED.read_text() == pages.draw_speed(measured), "run python tests/pages.py"
+    part = figures.written(figures.PAGE.read_text())
+    measured = figures.speeds(part)
+    assert len(measured) > 4 and figures.PLOT.read_text() == figures.plot(part), "run benchmarks/figures.py"
     name = next(iter(measured))
-    assert pages.SPEED.read_text() != pages.draw_speed({**measured, name: [1, 1, 1]})
+    assert figures.PLOT.read_text() != figures.draw({**measured, name: [1, 1, 1]}, figures.DAY.findall(part)[0])
+
+
+def test_the_table_of_figures_is_what_the_bench_has_measured() -> None:
+    spread = {"median": 1234.5, "p10": 1000.0, "p90": 2000.0}
+    found = {"title": "a", "images_per_s": spread, "first_step_s": {"median": 7.4}, "memory_mb": {"median": 1890}}
+    found |= {"checksums": ["1", "1"], "equal": True}
+    ratio = {"median": 1.234, "p10": 1, "p90": 2}
+    other = {**found, "title": "b", "over": "ringtrain", "ratio": ratio, "same_weights": True}
+    options = {"command": ["--model.name", "cnn"], "turns": 3, "steps": 60}
+    results = {"a": found, "b": other, "c": {"title": "c", "error": "ValueError: no"}}
+    lines = figures.table({"time_s": 1.0, "options": options, "results": results}).splitlines()
+    assert lines[0] == "`cnn`, 3 rounds of 60 steps, 1 January 1970:"
+    assert lines[4:] == [
+        "| a | 1,234 (1,000 to 2,000) |  | 7 | 1.9 | equal |",
+        "| b | 1,234 (1,000 to 2,000) | 1.23 (1.00 to 2.00) | 7 | 1.9 | as ringtrain's |",
+        "| c | does not run: ValueError | | | | |",
+    ]
 
 
 def test_the_page_of_fit_names_what_fit_takes_and_refuses() -> None:

@@ -6,7 +6,6 @@ import copy
 import gc
 import itertools
 import pickle
-import random
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.data import data_files, record_files, sharding
+from ringtrain.data import blocks, sharding
 from ringtrain.data.block_cache import BlockCache, num_bytes
 from ringtrain.data.parts import Parts
 from ringtrain.data.records import LANES, RecordRows, Records
@@ -44,7 +43,7 @@ def written(path: Path, numbers: Any) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """203 rows in three files, of which one has no records' name."""
-    monkeypatch.setattr(record_files, "RECORDS_OF_BLOCK", 20)
+    monkeypatch.setattr(blocks, "MAX_ROWS", 20)
     for file, numbers in enumerate(np.split(np.arange(203), [50, 120])):
         written(tmp_path / f"part-{file}.tfrecord", numbers)
     (tmp_path / "_SUCCESS").touch()
@@ -177,7 +176,7 @@ def test_texts_count_in_memory_and_blocks_are_read_once(
     tmp_path: Path, batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """24 MB of texts in blocks of 256 kB, with 8 MB of memory, of which batches of 512 take 4 MB."""
-    monkeypatch.setattr(record_files, "BYTES_OF_BLOCK", 256 << 10)
+    monkeypatch.setattr(blocks, "MAX_BYTES", 256 << 10)
     with tf.io.TFRecordWriter(str(tmp_path / "texts.tfrecord")) as writer:
         for number in range(3000):
             writer.write(example(text=[b"%08d" % number * 1024]))
@@ -266,12 +265,10 @@ def test_what_cannot_be_read_is_said_in_one_line(folder: Path, tmp_path: Path) -
         "no file .*/empty": {"files": tmp_path / "empty"},
         "none://bucket/rows: ": {"files": "none://bucket/rows"},
         "part-0.tfrecord: has no feature z: it has id, text, x": {"files": first, "inputs": "z"},
-        "first: records from 0 on cannot be read as tf.train.Example: corrupted record": {
-            "files": changed("first", 40)
-        },
+        "first: records from 0 on cannot be read: corrupted record": {"files": changed("first", 40)},
         "changed: records from 0 on cannot be read: corrupted record": {"files": changed("changed", 930)},
         "short.tfrecord: record 10: the file ends within it": {"files": short},
-        "other: record 0: corrupt length": {"files": tmp_path / "other"},
+        "other: is of no known kind": {"files": tmp_path / "other"},
         "transform has random_uniform, which would depend": {
             "files": first,
             "transform": lambda x: x + tf.random.uniform([]),
@@ -289,7 +286,7 @@ def test_what_cannot_be_read_is_said_in_one_line(folder: Path, tmp_path: Path) -
     first.write_bytes(content + content)
     with pytest.raises((DataError, tf.errors.OpError), match=r"part-0.tfrecord: has changed since it was opened"):
         list(rows.dataset(8))
-    with pytest.raises(DataError, match="expected Parquet or TFRecord"):
+    with pytest.raises(DataError, match="expected files of one kind"):
         (tmp_path / "rows").write_bytes(b"PAR1")
         Records([first, tmp_path / "rows"], inputs="x")
 
@@ -362,69 +359,6 @@ def test_ranks_with_other_rows_in_files_of_equal_size_have_other_checksums(tmp_p
         one, other = (RecordRows(Records(tmp_path / f"{kind}-{number}", "x"), shuffle=True) for number in (1, 2))
         again = RecordRows(Records(tmp_path / f"{kind}-1", "x"), shuffle=True)
         assert one.checksum() == again.checksum() != other.checksum()
-
-
-def test_parquet_behind_a_url_is_read_in_spite_of_errors_that_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A store that fails at every third request, then an object that changes, access that ends, and other files."""
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    fsspec = pytest.importorskip("fsspec")
-    from fsspec.implementations.memory import MemoryFileSystem
-
-    class Store(MemoryFileSystem):
-        protocol, store, pseudo_dirs, cachable = ("odd",), {}, [""], False
-        requests, error = 0, None
-
-        @classmethod
-        def _strip_protocol(cls, path: str) -> str:
-            return super()._strip_protocol(path.replace("odd://", "memory://"))
-
-        def _open(self, *args: Any, **options: Any) -> Any:
-            if options["mode"] != "rb":
-                return super()._open(*args, **options)
-            Store.requests += 1
-            if Store.error:
-                raise Store.error
-            random.random()  # as a store's library that waits
-            if Store.requests % 3 == 0:
-                raise OSError(f"request {Store.requests}: slow down")
-            return super()._open(*args, **options)
-
-    fsspec.register_implementation("odd", Store, clobber=True)
-    monkeypatch.setattr(data_files, "FIRST_PAUSE_S", 0.001)
-    for number in range(3):
-        table = pa.table({"x": np.arange(100.0) + 100 * number, "y": np.arange(100)})
-        pq.write_table(table, tmp_path / f"{number}.parquet", row_group_size=9)
-        Store().pipe_file(f"/rows/part-{number}.parquet", (tmp_path / f"{number}.parquet").read_bytes())
-    Store().pipe_file("/rows/_SUCCESS", b"")
-
-    def passes(files: Any) -> list[Any]:
-        return [x.tolist() for x, _ in Records(files, "x", "y").dataset(32, seed=3).as_numpy_iterator()]
-
-    local = passes(tmp_path)
-    assert len(local) == 10
-    for files in ("odd://rows", "odd://rows/*.parquet", [f"odd://rows/part-{number}.parquet" for number in range(3)]):
-        assert passes(files) == local
-    assert Store.requests > 100
-    random.seed(1)
-    Records("odd://rows", "x", "y")
-    assert random.random() == random.Random(1).random()
-
-    rows = Records("odd://rows", "x", "y")
-    Store().pipe_file("/rows/part-1.parquet", (tmp_path / "2.parquet").read_bytes())
-    with pytest.raises(tf.errors.OpError, match=r"odd://.*part-1.parquet: has changed since it was opened"):
-        list(rows.dataset(32))
-    Store.error, Store.requests = PermissionError("the token has expired"), 0
-    with pytest.raises(DataError, match=r"^odd://.*cannot be read: the token has expired$"):
-        Records("odd://rows", "x", "y")
-    assert Store.requests <= 3  # of three files, each once
-    Store.error = None
-    Store().pipe_file("/rows/part-9", b"no Parquet")
-    with pytest.raises(DataError, match="are not of one kind"):
-        Records("odd://rows", "x", "y")
-    with pytest.raises(DataError, match="read from local or mounted paths alone"):
-        Records("odd://rows/part-9", "x", "y")
 
 
 LEFT = """

@@ -86,10 +86,10 @@ def gather(table: Mapping[str, Sequence[Cell]], probes: Sequence[Probe]) -> list
             if cell.text:
                 common = Cell("", cell.level, cell.text, cell.fix, cell.where)
                 groups.setdefault((check, common), []).append(probe)
-    findings = [
-        Finding(check, cell.level, tuple(probe.host.name for probe in group), cell.text, _lines(cell, group))
-        for (check, cell), group in groups.items()
-    ]
+    findings = []
+    for (check, cell), group in groups.items():
+        hosts = tuple(probe.host.name for probe in group)
+        findings.append(Finding(check, cell.level, hosts, cell.text, _lines(cell, group)))
     return sorted(findings, key=lambda finding: -LEVELS.index(finding.level))
 
 
@@ -101,11 +101,19 @@ def _lines(cell: Cell, group: Sequence[Probe]) -> str:
         return cell.fix
     elsewhere = [shlex.quote(probe.host.name) for probe in group if probe.remote or cell.where == "here"]
     lines = [cell.fix] if len(elsewhere) < len(group) else []
-    if elsewhere:
-        host = elsewhere[0] if len(elsewhere) == 1 else '"$host"'
-        line = f"ssh -t {host} {shlex.quote(cell.fix)}" if cell.where == "there" else cell.fix.replace("{host}", host)
-        lines.append(line if len(elsewhere) == 1 else f"for host in {' '.join(elsewhere)}; do {line}; done")
+    if len(elsewhere) == 1:
+        lines.append(_line_of(cell, elsewhere[0]))
+    elif elsewhere:
+        line = _line_of(cell, '"$host"')
+        lines.append(f"for host in {' '.join(elsewhere)}; do {line}; done")
     return "\n".join(lines)
+
+
+def _line_of(cell: Cell, host: str) -> str:
+    """Fix command of one host."""
+    if cell.where == "there":
+        return f"ssh -t {host} {shlex.quote(cell.fix)}"
+    return cell.fix.replace("{host}", host)
 
 
 def most(values: Iterable[Any]) -> Any:

@@ -104,7 +104,9 @@ def cma_error(wanted: Mapping[str, Any]) -> int:
     if reader == 0:
         one = ctypes.c_ulong(1)
         copied = libc.process_vm_readv(owner, ctypes.byref(local), one, ctypes.byref(remote), one, ctypes.c_ulong(0))
-        os._exit(0 if copied == size else ctypes.get_errno() or 255)
+        if copied == size:
+            os._exit(0)
+        os._exit(ctypes.get_errno() or 255)
     status = os.waitpid(reader, 0)[1]
     os.close(done)
     os.close(waiting)
@@ -130,9 +132,11 @@ def check_gpus(probe: Probe, facts: Facts, scene: Scene) -> Cell:
     value = f"{available}, {version}" if version else str(available)
     if available < slots:
         text = f"{count(slots, 'slot')}, but {count(available, 'GPU')}: each rank needs its own GPU"
-        return Cell(value, "error", text, f"{{host}} slots={available}" if available else "# without {host}", "file")
-    nccl = "NCCL" in (facts["horovod_operations"] or ())
-    oldest, reason = (OLDEST_DRIVER_NCCL, "Horovod's CUDA 13") if nccl else (OLDEST_DRIVER, "TensorFlow's CUDA 12")
+        fix = f"{{host}} slots={available}" if available else "# without {host}"
+        return Cell(value, "error", text, fix, "file")
+    oldest, reason = OLDEST_DRIVER, "TensorFlow's CUDA 12"
+    if "NCCL" in (facts["horovod_operations"] or ()):
+        oldest, reason = OLDEST_DRIVER_NCCL, "Horovod's CUDA 13"
     if version and int(version.partition(".")[0]) < oldest:
         return Cell(value, "error", f"driver {version}, {reason} needs {oldest} or newer", upgrade)
     usual = most(answer["driver"] for answer in scene.answers)
@@ -193,7 +197,8 @@ def check_shm(probe: Probe, facts: Facts, scene: Scene) -> Cell:
     if slots > 1 and size < slots * SHM_PER_RANK_MB:
         text = f"/dev/shm has {_size(size)} for {slots} ranks, which communicate through it: {SHM_PER_RANK_MB} MB each"
         fix = "sudo mount -o remount,size=8G /dev/shm  # in Docker: docker run --shm-size=8g"
-        return Cell(_size(size), "error" if facts["gpus"] else "warning", text, fix)
+        level: Level = "error" if facts["gpus"] else "warning"
+        return Cell(_size(size), level, text, fix)
     return Cell(_size(size))
 
 
@@ -201,7 +206,9 @@ def check_cma(probe: Probe, facts: Facts, scene: Scene) -> Cell:
     scope, error = facts["ptrace_scope"], facts["cma_error"]
     if error is None:
         return UNKNOWN
-    value = ("yes" if error == 0 else "no") + (f", scope {scope}" if scope is not None else "")
+    value = "yes" if error == 0 else "no"
+    if scope is not None:
+        value += f", scope {scope}"
     if not error or probe.host.slots == 1:
         return Cell(value)
     text = f"ranks on this host cannot read each other's memory (error {error}, ptrace_scope {scope}): MPI copies twice"
@@ -217,12 +224,19 @@ def check_open_files(probe: Probe, facts: Facts, scene: Scene) -> Cell:
     if 0 <= limit < needed:
         text = f"a process may open {limit} files: {needed} are enough for this number of ranks"
         fix = "echo '* - nofile 65536' | sudo tee /etc/security/limits.d/90-nofile.conf"
-        return Cell(str(limit), "error" if limit < needed // 4 else "warning", text, fix)
-    return Cell("any" if limit < 0 else str(limit))
+        level: Level = "error" if limit < needed // 4 else "warning"
+        return Cell(str(limit), level, text, fix)
+    if limit < 0:
+        return Cell("any")
+    return Cell(str(limit))
 
 
 def _size(mb: int) -> str:
-    return f"{mb / 1024:.0f} GB" if mb >= 10240 else f"{mb / 1024:.1f} GB" if mb >= 1024 else f"{mb} MB"
+    if mb >= 10240:
+        return f"{mb / 1024:.0f} GB"
+    if mb >= 1024:
+        return f"{mb / 1024:.1f} GB"
+    return f"{mb} MB"
 
 
 CHECKS = {

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from ringtrain.cluster.doctor.findings import UNKNOWN, Cell, Check, Facts, Probe, Scene
+from ringtrain.cluster.doctor.findings import UNKNOWN, Cell, Check, Facts, Level, Probe, Scene
 from ringtrain.cluster.doctor.probe import attempt, read
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -42,8 +42,11 @@ def addresses(wanted: Mapping[str, Any]) -> list[list[Any]]:
     for line in (attempt(read, "/proc/net/if_inet6") or "").splitlines():
         digits, _, prefix, _, _, name = line.split()
         pairs.append((name, f"{ipaddress.IPv6Address(int(digits, 16))}/{int(prefix, 16)}"))
-    speeds = {name: int(attempt(read, f"/sys/class/net/{name}/speed") or 0) for name, _ in pairs}
-    return [[name, address, speeds[name] if speeds[name] > 0 else None] for name, address in pairs]
+    rows: list[list[Any]] = []
+    for name, network in pairs:
+        speed = int(attempt(read, f"/sys/class/net/{name}/speed") or 0)
+        rows.append([name, network, speed if speed > 0 else None])
+    return rows
 
 
 def names(wanted: Mapping[str, Any]) -> dict[str, list[str] | None]:
@@ -69,7 +72,9 @@ def names(wanted: Mapping[str, Any]) -> dict[str, list[str] | None]:
 
 def ssh(probe: Probe, scene: Scene) -> Cell:
     if probe.facts is not None:
-        return Cell("here" if probe.connect_s is None else f"{probe.connect_s * 1e3:.0f} ms")
+        if probe.connect_s is None:
+            return Cell("here")
+        return Cell(f"{probe.connect_s * 1e3:.0f} ms")
     port = f" -p {scene.ssh_port}" if scene.ssh_port else ""
     known = shlex.quote(f"[{probe.host.name}]:{scene.ssh_port}") if port else "{host}"
     learn = f"ssh-keyscan{port} -H {{host}} >> ~/.ssh/known_hosts  # if you know that the new key is the host's"
@@ -97,7 +102,8 @@ def check_clock(probe: Probe, facts: Facts, scene: Scene) -> Cell:
     if away_s <= CLOCK_S:
         return Cell(value)
     text = f"its clock differs by {value} from this machine's, and from the other hosts'"
-    return Cell(value, "error" if away_s > CLOCK_BAD_S else "warning", text, "sudo timedatectl set-ntp true")
+    level: Level = "error" if away_s > CLOCK_BAD_S else "warning"
+    return Cell(value, level, text, "sudo timedatectl set-ntp true")
 
 
 def check_names(probe: Probe, facts: Facts, scene: Scene) -> Cell:
@@ -115,12 +121,13 @@ def check_names(probe: Probe, facts: Facts, scene: Scene) -> Cell:
         if all(map(_is_loopback, where)):
             text = f"there the name {name} means {where[0]}, the host itself"
             return Cell(value, "error", text, _rename(name, by_name[name]))
-    text = ""
     if meanings.get("") is None:
         text = f"it cannot resolve its own name, {local_name}"
     elif any(map(_is_loopback, meanings[""])):
         text = f"its own name, {local_name}, means {value} there: a rank that gets this address connects to itself"
-    return Cell(value, "warning", text, _rename(local_name, _address(probe, scene))) if text else Cell(value)
+    else:
+        return Cell(value)
+    return Cell(value, "warning", text, _rename(local_name, _address(probe, scene)))
 
 
 def check_subnet(probe: Probe, facts: Facts, scene: Scene) -> Cell:
@@ -128,8 +135,10 @@ def check_subnet(probe: Probe, facts: Facts, scene: Scene) -> Cell:
     look = "ip -br address  # is the host's cluster interface up?"
     if scene.subnet:
         inside = [i.ip for i in _interfaces(facts) if i.ip in ipaddress.ip_network(scene.subnet, strict=False)]
+        if inside:
+            return Cell(str(inside[0]))
         text = f"no address in {scene.subnet}, given by --subnet; this host is in {nets}"
-        return Cell(str(inside[0])) if inside else Cell("none", "error", text, look)
+        return Cell("none", "error", text, look)
     if len(scene.answers) == 1:
         return Cell("alone")
     shared = shared_subnets(scene)
@@ -153,17 +162,28 @@ def shared_subnets(scene: Scene) -> list[Network]:
         for interface in _interfaces(facts):
             speed = next(s for _, a, s in facts["addresses"] if a == str(interface))
             seen.setdefault(interface.network, []).append((str(interface.ip), speed or 0))
-    everywhere = [net for net, hosts in seen.items() if len({address for address, _ in hosts}) == len(answers)]
-    named = [ipaddress.ip_address(address) for p in scene.probes for address in _known_as(p, scene)]
-    return sorted(
-        everywhere,
-        key=lambda net: (-sum(a in net for a in named), -min(speed for _, speed in seen[net]), net.version, str(net)),
-    )
+    everywhere = []
+    for net, hosts in seen.items():
+        distinct = {address for address, _ in hosts}
+        if len(distinct) == len(answers):
+            everywhere.append(net)
+    named: list[Any] = []
+    for probe in scene.probes:
+        named += map(ipaddress.ip_address, _known_as(probe, scene))
+
+    def order(net: Network) -> tuple[int, int, int, str]:
+        slowest = min(speed for _, speed in seen[net])
+        return -sum(address in net for address in named), -slowest, net.version, str(net)
+
+    return sorted(everywhere, key=order)
 
 
 def covering_subnet(scene: Scene) -> Network | None:
     """Smallest subnet with all hosts' addresses; None if one is unknown, IP versions differ or it exceeds a /8."""
-    known = [ipaddress.ip_address(a) for p in scene.probes if p.facts is not None for a in _known_as(p, scene)[:1]]
+    known: list[Any] = []
+    for probe in scene.probes:
+        if probe.facts is not None:
+            known += map(ipaddress.ip_address, _known_as(probe, scene)[:1])
     if len(known) < len(scene.answers) or len({address.version for address in known}) != 1:
         return None
     net: Network = ipaddress.ip_network(known[0])
@@ -175,21 +195,32 @@ def covering_subnet(scene: Scene) -> Network | None:
 def _interfaces(facts: Facts) -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
     """Addresses of a host that other hosts may reach."""
     interfaces = [ipaddress.ip_interface(address) for _, address, _ in facts["addresses"] or ()]
-    return [i for i in interfaces if not i.is_loopback and not i.is_link_local and i.network.num_addresses > 1]
+    found = []
+    for interface in interfaces:
+        is_local = interface.is_loopback or interface.is_link_local
+        if not is_local and interface.network.num_addresses > 1:
+            found.append(interface)
+    return found
 
 
 def _known_as(probe: Probe, scene: Scene) -> list[str]:
     """Non-loopback addresses to which the other hosts resolve a host's name."""
-    others = [p.facts["names"] or {} for p in scene.probes if p.facts is not None and p is not probe]
-    meanings = dict.fromkeys(address for known in others for address in known.get(probe.host.name) or ())
+    meanings: dict[str, None] = {}
+    for other in scene.probes:
+        if other.facts is not None and other is not probe:
+            names = other.facts["names"] or {}
+            meanings |= dict.fromkeys(names.get(probe.host.name) or ())
     return [address for address in meanings if not _is_loopback(address) and "%" not in address]
 
 
 def _address(probe: Probe, scene: Scene) -> str:
     """Address of a host for the others: in the best shared subnet, else the one its name resolves to; "" if unknown."""
     interfaces = _interfaces(probe.facts) if probe.facts is not None else []
-    inside = [str(i.ip) for net in shared_subnets(scene)[:1] for i in interfaces if i.ip in net]
-    return next(iter(inside + _known_as(probe, scene)), "")
+    addresses = []
+    for net in shared_subnets(scene)[:1]:
+        addresses += [str(interface.ip) for interface in interfaces if interface.ip in net]
+    addresses += _known_as(probe, scene)
+    return addresses[0] if addresses else ""
 
 
 def _rename(name: str, address: str) -> str:

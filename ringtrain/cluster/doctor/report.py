@@ -104,7 +104,8 @@ def _draw(report: Report, columns: Sequence[str]) -> Table:
         cells = [report.table[name][number] for name in columns]
         row = [Text(_plain(_text(cell)), STYLES[cell.level]) for cell in cells]
         worst = max((report.table[name][number].level for name in report.table), key=LEVELS.index)
-        table.add_row(Text(probe.host.name, STYLES[worst] if worst == "error" else ""), *row)
+        style = STYLES[worst] if worst == "error" else ""
+        table.add_row(Text(probe.host.name, style), *row)
     return table
 
 
@@ -123,7 +124,8 @@ def _lines(report: Report) -> Iterator[tuple[str, Level]]:
         yield "", "ok"
     if report.subnet and len(report.scene.answers) > 1:
         yield f"all hosts are in {report.subnet}: ringtrain launch --subnet {report.subnet}", "ok"
-    counts = [count(sum(finding.level == level for finding in report.findings), level) for level in LEVELS[:1:-1]]
+    levels = [finding.level for finding in report.findings]
+    counts = [count(levels.count(level), level) for level in LEVELS[:1:-1]]
     summary = ", ".join(text for text in counts if not text.startswith("0 ")) or "all ok"
     yield f"{count(len(report.scene.probes), 'host')}: {summary} ({report.took_s:.1f} s)", report.level
 

@@ -72,7 +72,9 @@ def read(names: Sequence[str], measured: Sequence[Sequence[Any]], error: str) ->
     *ranks, (mb, seconds) = measured
     where = [host for host, _, _ in ranks]
     if len(set(where)) < len(names):
-        listed = ", ".join(where[:4]) + (", ..." if len(where) > 4 else "")
+        listed = ", ".join(where[:4])
+        if len(where) > 4:
+            listed += ", ..."
         text = f"the launcher started {len(where)} ranks on {len(set(where))} of {len(names)} hosts: {listed}"
         return Ring(error=text, hosts=tuple(names))
     ends = zip(names, [*names[1:], names[0]], ranks, strict=True)
@@ -82,12 +84,9 @@ def read(names: Sequence[str], measured: Sequence[Sequence[Any]], error: str) ->
 def judge(ring: Ring) -> list[Finding]:
     """Findings of a ring: a failed measurement, or links below half the fastest link's bandwidth."""
     if ring.error:
-        hosts = ",".join(f"[{name}]" if ":" in name else name for name in ring.hosts)
-        return [
-            Finding(
-                "ring", "error", (), ring.error, f"ringtrain launch -H {hosts} -- hostname  # prints the complete error"
-            )
-        ]
+        names = [f"[{name}]" if ":" in name else name for name in ring.hosts]
+        fix = f"ringtrain launch -H {','.join(names)} -- hostname  # prints the complete error"
+        return [Finding("ring", "error", (), ring.error, fix)]
     best = max(link.mb_per_s for link in ring.links)
     slow = [link for link in ring.links if link.mb_per_s < SLOW * best]
     if not slow:
@@ -121,7 +120,9 @@ def describe(ring: Ring) -> list[str]:
 
 
 def speed(mb_per_s: float) -> str:
-    return f"{mb_per_s / 1e3:.1f} GB/s" if mb_per_s >= 1e3 else f"{mb_per_s:.0f} MB/s"
+    if mb_per_s >= 1e3:
+        return f"{mb_per_s / 1e3:.1f} GB/s"
+    return f"{mb_per_s:.0f} MB/s"
 
 
 def essence(output: str) -> str:

@@ -127,10 +127,15 @@ def check_package(name: str) -> Check:
     """Check of a package's version: installed, and the same everywhere."""
 
     def rule(probe: Probe, facts: Facts, scene: Scene) -> Cell:
-        installed = [package for answer in scene.answers if (package := (answer["packages"] or {}).get(name))]
+        packages_of_hosts = [(answer["packages"] or {}).get(name) for answer in scene.answers]
+        installed = [package for package in packages_of_hosts if package]
         usual = most(package["version"] for package in installed) or ""
         package = (facts["packages"] or {}).get(name)
-        distribution = (package or next(iter(installed), {"distribution": name}))["distribution"]
+        distribution = name
+        if package:
+            distribution = package["distribution"]
+        elif installed:
+            distribution = installed[0]["distribution"]
         fix = f"{_install(facts)} {distribution}=={usual}"
         if name == "horovod" or not usual:
             fix = f"{_install(facts)} {ALL_OF_IT}  # docs/installation.md; in a clone: launch/setup.sh"

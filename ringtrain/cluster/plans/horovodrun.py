@@ -152,8 +152,10 @@ def _plan(
     flags += hosts
     if interface:
         flags.append(words("--network-interfaces", interface, because="as asked for (--network-interface)"))
-    because = "Gloo, which needs no MPI" if gloo else "MPI starts the ranks and transports their messages"
-    flags.append(words("--gloo" if gloo else "--mpi", because=because))
+    if gloo:
+        flags.append(words("--gloo", because="Gloo, which needs no MPI"))
+    else:
+        flags.append(words("--mpi", because="MPI starts the ranks and transports their messages"))
     flags.append(words("--disable-cache", because="checks the hosts now: cached results are up to an hour old"))
     flags.append(words("--start-timeout", start_timeout_s, because="seconds for its check of the hosts"))
     if job.ssh_port:

@@ -202,4 +202,8 @@ def _scalar(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return quoted(value)
-    return str(value) if isinstance(value, int) else "[]" if isinstance(value, list) else "{}"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, list):
+        return "[]"
+    return "{}"

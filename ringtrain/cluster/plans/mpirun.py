@@ -62,9 +62,10 @@ def identify(version_text: str) -> str:
         if dialect.version.match(text):
             return name
     first = text.splitlines()[0] if text else ""
+    titles = ", ".join(dialect.title for dialect in DIALECTS.values())
     raise LaunchError(
-        f"mpirun --version printed {first!r}, expected {', '.join(dialect.title for dialect in DIALECTS.values())}: put"
-        f" one of these first on PATH, or use --launcher horovodrun-gloo"
+        f"mpirun --version printed {first!r}, expected {titles}: put one of these first on PATH, or use --launcher"
+        f" horovodrun-gloo"
     )
 
 

@@ -66,7 +66,9 @@ def _sample(row: Any) -> tuple[Any, int]:
         if "label" not in fields:
             raise ValueError(f"got columns {', '.join(fields)}, expected one that is called label")
         label = fields.pop("label")
-        values = [value.toArray() if hasattr(value, "toArray") else value for value in fields.values()]
+        values = []
+        for value in fields.values():
+            values.append(value.toArray() if hasattr(value, "toArray") else value)
         row = values[0] if len(values) == 1 else values, label
     inputs = np.asarray(row[0])
     return inputs.astype(np.float32) if inputs.dtype == np.float64 else inputs, int(row[1])

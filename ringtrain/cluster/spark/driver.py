@@ -228,11 +228,13 @@ class Job:
             elif connection is None:
                 # A second signal kills the ranks.
                 number = signal.SIGKILL if self.last_signal else message
-                self._signal(number, None if number in (signal.SIGINT, signal.SIGUSR1) else GRACE_S)
+                grace_s = None if number in (signal.SIGINT, signal.SIGUSR1) else GRACE_S
+                self._signal(number, grace_s)
             elif connection not in self.ranks:
                 connection.close()  # a duplicate task of Spark
             elif message and "line" in message:
-                tag = f"[{self.ranks[connection]}]<{'stdout' if message['stream'] == 1 else 'stderr'}>:"
+                stream = "stdout" if message["stream"] == 1 else "stderr"
+                tag = f"[{self.ranks[connection]}]<{stream}>:"
                 processes.write(tag.encode() + message["line"].rstrip(b"\n") + b"\n", message["stream"])
             else:
                 self._end(self.ranks.pop(connection), message)

@@ -134,7 +134,8 @@ def check_arguments(map_fun: Callable[..., Any], runs: Sequence[Mapping[str, Any
     if inspect.Parameter.VAR_KEYWORD not in kinds.values():
         for name in (name for name in runs[0] if name not in by_name):
             close = difflib.get_close_matches(name, by_name, n=1)
-            raise LaunchError(f"args_dict[{name!r}]: {takes}{f'; did you mean {close[0]!r}?' if close else ''}")
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise LaunchError(f"args_dict[{name!r}]: {takes}{hint}")
     try:
         signature.bind(**runs[0])
     except TypeError as error:

@@ -68,7 +68,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         with self.server.lock:
             value = self.server.values[self.scope].get(self.key)
-        self._answer(HTTPStatus.NOT_FOUND if value is None else HTTPStatus.OK, value or b"")
+        if value is None:
+            self._answer(HTTPStatus.NOT_FOUND, b"")
+        else:
+            self._answer(HTTPStatus.OK, value)
 
     def do_PUT(self) -> None:
         length = self.headers.get("Content-Length", "")

@@ -72,32 +72,18 @@ def run(
         folder, missing = os.getcwd(), folder
         line = f"{socket.gethostname()} has no directory {missing}: the rank starts in {folder}\n"
         report(stream=2, line=line.encode())
-    reading, writing = os.pipe() if pipe_variable else (-1, -1)
+    inherited: tuple[int, ...] = ()
     if pipe_variable:
+        reading, writing = os.pipe()
+        inherited = (reading,)
         environ[pipe_variable] = f"{reading} {environ[pipe_variable]}"
     try:
-        process = subprocess.Popen(
-            command,
-            env=_environment(environ, _interface(_own_address(connection))),
-            pass_fds=(reading,) if pipe_variable else (),
-            cwd=folder or None,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
+        interface = _interface(_own_address(connection))
+        process = _start(command, _environment(environ, interface), folder, inherited)
     except OSError as error:
         report(stream=2, line=f"{command[0]} cannot be started: {error.strerror}\n".encode())
         report(ended=NOT_STARTED, step="")
         return
-
-    def stream_rows() -> None:
-        # A full pipe blocks, so Spark waits for a slower rank.
-        with contextlib.suppress(BrokenPipeError), os.fdopen(writing, "wb") as pipe:
-            for row in rows:
-                pickle.dump(row, pipe)
-            pickle.dump(None, pipe)
 
     def forward(number: int, stream: Any) -> None:
         for line in stream:
@@ -110,7 +96,7 @@ def run(
         thread.start()
     if pipe_variable:
         os.close(reading)
-        threading.Thread(target=stream_rows, daemon=True).start()
+        threading.Thread(target=_stream_rows, args=(rows, writing), daemon=True).start()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # keeps the process and group ID reserved
     for reader in readers:
         reader.join(PIPE_S)
@@ -118,6 +104,32 @@ def run(
     report(ended=process.wait(), step=_status(status_file))
     with contextlib.suppress(OSError), socket_of(connection) as same:
         same.shutdown(socket.SHUT_RDWR)  # the driver must not wait: the executor's Python may keep running
+
+
+def _start(
+    command: list[str], environ: dict[str, str], folder: str, inherited: tuple[int, ...]
+) -> subprocess.Popen[bytes]:
+    """Starts a rank's process in `folder`; it inherits the descriptors in `inherited`."""
+    return subprocess.Popen(
+        command,
+        env=environ,
+        pass_fds=inherited,
+        cwd=folder or None,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=_die_with_parent,
+    )
+
+
+def _stream_rows(rows: Iterable[Any], writing: int) -> None:
+    """Writes the rows of Spark to the rank's pipe, and None after the last one."""
+    # A full pipe blocks, so Spark waits for a slower rank.
+    with contextlib.suppress(BrokenPipeError), os.fdopen(writing, "wb") as pipe:
+        for row in rows:
+            pickle.dump(row, pipe)
+        pickle.dump(None, pipe)
 
 
 def _forward_signals(connection: Connection, process: subprocess.Popen[bytes]) -> None:

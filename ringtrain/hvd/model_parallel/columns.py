@@ -190,13 +190,15 @@ def divide(model: keras.Model, devices: Sequence[str]) -> None:
 
 def columns_of(model: keras.Model) -> dict[str, tuple[int, list[str]]]:
     """Bytes of weights, and the layers that have some, by device of a model with divided layers; else {}."""
-    divisions = [one for layer in model.layers if (one := getattr(layer, "ringtrain_division", None))]
-    if not divisions:
+    divisions = [getattr(layer, "ringtrain_division", None) for layer in model.layers]
+    first = next(filter(None, divisions), None)
+    if first is None:
         return {}
-    found: dict[str, tuple[int, list[str]]] = {device: (0, []) for device in divisions[0].devices}
-    for layer in model.layers:
-        division = getattr(layer, "ringtrain_division", None)
-        parts = zip(division.devices, division.parts, strict=True) if division else [(divisions[0].devices[0], layer)]
+    found: dict[str, tuple[int, list[str]]] = {device: (0, []) for device in first.devices}
+    for layer, division in zip(model.layers, divisions, strict=True):
+        parts = [(first.devices[0], layer)]
+        if division:
+            parts = [*zip(division.devices, division.parts, strict=True)]
         for device, part in parts:
             if part.weights:
                 num_bytes = sum(nbytes(weight.shape, weight.dtype) for weight in part.weights)

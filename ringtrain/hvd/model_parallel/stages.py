@@ -88,6 +88,24 @@ def split(
         ValueError: The model is subclassed, has a `train_step` of its own, or too few places at which one tensor is all
             that the next layers need; or there are fewer devices than stages.
     """
+    functional = _functional_of(model)
+    if columns > 1 and layers > 1:
+        raise ValueError("split: got layers and columns: choose one")
+    devices = devices or own_devices(max(layers, columns))
+    made = stages_of(functional, layers, stages, devices[:layers])
+    for stage in made:
+        for variable in stage.model.variables:
+            move(variable, stage.device)
+    if columns > 1:
+        divide(functional, devices)
+    step = Step(model, made, micro_batches)
+    set_untracked(model, call=step.call, ringtrain_stages=made)
+    wrap(model, "micro-batches", lambda _: step.train_step)
+    return made
+
+
+def _functional_of(model: keras.Model) -> Functional:
+    """Functional model of a built functional or sequential model; raises ValueError if it cannot be split."""
     if not isinstance(model, keras.Sequential) and not hasattr(model, "_nodes_by_depth"):
         raise ValueError(f"split: {type(model).__name__} is a class of its own: build a functional or sequential model")
     calls = keras.Sequential.call, Functional.call
@@ -102,19 +120,7 @@ def split(
     functional = model._functional if isinstance(model, keras.Sequential) else model
     if functional is None:
         raise ValueError("split: the model is not built: give it an Input, or call build")
-    if columns > 1 and layers > 1:
-        raise ValueError("split: got layers and columns: choose one")
-    devices = devices or own_devices(max(layers, columns))
-    made = stages_of(functional, layers, stages, devices[:layers])
-    for stage in made:
-        for variable in stage.model.variables:
-            move(variable, stage.device)
-    if columns > 1:
-        divide(functional, devices)
-    step = Step(model, made, micro_batches)
-    set_untracked(model, call=step.call, ringtrain_stages=made)
-    wrap(model, "micro-batches", lambda _: step.train_step)
-    return made
+    return functional
 
 
 def own_devices(number: int) -> list[str]:

@@ -217,7 +217,10 @@ def sharded_slots(optimizer: Any) -> list[Any]:
 def slot_bytes(optimizers: Sequence[Any]) -> tuple[int, int]:
     """Bytes of the optimizers' variables on this rank, and of those that are not sharded and all whole slots."""
     variables = [variable for one in optimizers for variable in one.variables]
-    wholes = [part.variable if (part := part_of(variable)) else variable for variable in variables]
+    wholes = []
+    for variable in variables:
+        part = part_of(variable)
+        wholes.append(part.variable if part else variable)
     own, whole = (sum(_length(one) * _dtype(one).itemsize for one in each) for each in (variables, wholes))
     return own, whole
 

@@ -142,15 +142,19 @@ def summary(measured: Sequence[Mapping[str, Any]], num_ranks: int) -> list[dict[
     ring = 2 * (num_ranks - 1) / num_ranks
     found = []
     for (num_bytes, method), values in sorted(seconds.items(), key=lambda item: item[0][0]):
-        moved = num_bytes * (1 if method in NO_SUM else ring)
+        moved, speed = float(num_bytes), None
         library = seconds.get((num_bytes, MPI_ALLREDUCE))
+        if method not in NO_SUM:
+            moved *= ring
+            if library:
+                speed = stats.ratios(library, values)
         found.append(
             {
                 "bytes": num_bytes,
                 "method": method,
                 "seconds": stats.Spread.of(values),
                 "bus_gb_per_s": stats.Spread.of([moved / value / 1e9 for value in values]),
-                "speed": stats.ratios(library, values) if library and method not in NO_SUM else None,
+                "speed": speed,
                 "wire_bytes": wire[num_bytes, method],
             }
         )
@@ -159,17 +163,16 @@ def summary(measured: Sequence[Mapping[str, Any]], num_ranks: int) -> list[dict[
 
 def show(found: Sequence[Mapping[str, Any]], num_ranks: int, repeats: str) -> None:
     """Prints the measurements."""
-    rows = [
-        [
-            size_text(one["bytes"]),
-            one["method"],
-            _time_text(one["seconds"]),
-            "" if one["method"] == NOTHING else _rate_text(one["bus_gb_per_s"].times(1e3)),
-            one["speed"].text() if one["speed"] else "",
-            f"{one['wire_bytes'] / one['bytes']:.2f}" if one["method"] not in (COPY, NOTHING) else "",
-        ]
-        for one in found
-    ]
+    rows = []
+    for one in found:
+        rate = speed = wire = ""
+        if one["method"] != NOTHING:
+            rate = _rate_text(one["bus_gb_per_s"].times(1e3))
+        if one["speed"]:
+            speed = one["speed"].text()
+        if one["method"] not in (COPY, NOTHING):
+            wire = f"{one['wire_bytes'] / one['bytes']:.2f}"
+        rows.append([size_text(one["bytes"]), one["method"], _time_text(one["seconds"]), rate, speed, wire])
     head = ["size", "method", "time (p10 to p90)", "bus MB/s", "speed / MPI", "wire / size"]
     if LINK not in {one["method"] for one in found}:
         head, rows = head[:-1], [row[:-1] for row in rows]
@@ -177,12 +180,18 @@ def show(found: Sequence[Mapping[str, Any]], num_ranks: int, repeats: str) -> No
 
 
 def _time_text(seconds: stats.Spread) -> str:
-    unit, factor = ("s", 1) if seconds.median >= 1 else ("ms", 1e3) if seconds.median >= 1e-3 else ("us", 1e6)
+    unit, factor = "us", 1e6
+    if seconds.median >= 1:
+        unit, factor = "s", 1.0
+    elif seconds.median >= 1e-3:
+        unit, factor = "ms", 1e3
     return f"{seconds.times(factor).text('.1f')} {unit}"
 
 
 def _rate_text(rate: stats.Spread) -> str:
-    return rate.text(",.0f" if rate.median >= 10 else ".2f")
+    if rate.median >= 10:
+        return rate.text(",.0f")
+    return rate.text(".2f")
 
 
 def draw(found: Sequence[Mapping[str, Any]], num_ranks: int, path: Path) -> None:
@@ -190,9 +199,14 @@ def draw(found: Sequence[Mapping[str, Any]], num_ranks: int, path: Path) -> None
     axes, write_png = plots.canvas(f"allreduce, {num_ranks} ranks", "size", "bus bandwidth, GB/s")
     for method in dict.fromkeys(one["method"] for one in found if one["method"] != NOTHING):
         own = [one for one in found if one["method"] == method]
-        x, speed = [one["bytes"] for one in own], [one["bus_gb_per_s"] for one in own]
-        (line,) = axes.plot(x, [one.median for one in speed], "--" if method in (COPY, LINK) else ".-", label=method)
-        axes.fill_between(x, [one.p10 for one in speed], [one.p90 for one in speed], color=line.get_color(), alpha=0.2)
+        x = [one["bytes"] for one in own]
+        speed = [one["bus_gb_per_s"] for one in own]
+        median = [one.median for one in speed]
+        p10 = [one.p10 for one in speed]
+        p90 = [one.p90 for one in speed]
+        style = "--" if method in (COPY, LINK) else ".-"
+        (line,) = axes.plot(x, median, style, label=method)
+        axes.fill_between(x, p10, p90, color=line.get_color(), alpha=0.2)
     every = sorted({one["bytes"] for one in found})
     axes.set_xticks(every, labels=[size_text(size) for size in every], rotation=45, fontsize=8)
     axes.minorticks_off()
@@ -259,9 +273,8 @@ def measure(
                 every = gather((took_s, (_sent_bytes() - sent) / num_calls[name]))
                 seconds[name].append(max(took_s for took_s, _ in every))
                 wire[name] = max(sent for _, sent in every)
-        found += [
-            {"method": name, "bytes": num_bytes, "seconds": seconds[name], "wire_bytes": wire[name]} for name in calls
-        ]
+        for name in calls:
+            found.append({"method": name, "bytes": num_bytes, "seconds": seconds[name], "wire_bytes": wire[name]})
     return found
 
 
@@ -345,7 +358,9 @@ def by_horovod() -> dict[str, Way]:
                 tf.test.experimental.sync_devices()
                 return total
 
-            return add_on_gpu if device == "/GPU:0" else add
+            if device == "/GPU:0":
+                return add_on_gpu
+            return add
 
         return make
 
@@ -353,7 +368,11 @@ def by_horovod() -> dict[str, Way]:
         tensor = tf.constant(array[:1])
         return tf.function(lambda: tf.identity(tensor), autograph=False)
 
-    over = os.environ.get("HOROVOD_CPU_OPERATIONS") or ("MPI" if hvd.mpi_enabled() else "Gloo")
-    ways = {f"Horovod over {'MPI' if over.upper() == 'MPI' else over.capitalize()}": way("/CPU:0"), NOTHING: nothing}
-    on_gpu = hvd.nccl_built() and tf.config.list_logical_devices("GPU")
-    return ways | ({"Horovod over NCCL": way("/GPU:0")} if on_gpu else {})
+    over = os.environ.get("HOROVOD_CPU_OPERATIONS", "")
+    if not over:
+        over = "MPI" if hvd.mpi_enabled() else "Gloo"
+    over = "MPI" if over.upper() == "MPI" else over.capitalize()
+    ways = {f"Horovod over {over}": way("/CPU:0"), NOTHING: nothing}
+    if hvd.nccl_built() and tf.config.list_logical_devices("GPU"):
+        ways["Horovod over NCCL"] = way("/GPU:0")
+    return ways

@@ -1,17 +1,18 @@
 """bench input: samples/s of the input pipeline, beside reading and decoding without it.
 
     ringtrain bench input -np 1 --out input.json --rank-images-per-s 900
+    ringtrain bench input -np 2 -- python own.py
 
 Alternately, all ranks at once, on as many threads: the batches that `ringtrain.train` trains on; samples of the same
 arrays selected by NumPy, or pictures of the same TFRecords read sequentially and decoded in full at their original
-size; and for pictures the same work as the pipeline's, including crop and resizing, in a plain parallel map.
+size; and for pictures the same work as the pipeline's, including crop and resizing, in a plain parallel map. Of a
+script: the batches of its first `ringtrain.fit` alone, beside its training.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,10 +25,12 @@ import numpy as np
 from ringtrain import config_io, data
 from ringtrain.config import Config
 from ringtrain.errors import DataError
-from ringtrain.lab import ranks, stats
+from ringtrain.lab import measured, ranks, stats
 from ringtrain.lab.options import by_flag
+from ringtrain.lab.script import Script
 from ringtrain.lab.tables import Table
 from ringtrain.options import AT_LEAST_1, FILE, N, X
+from ringtrain.protocol import cores
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -55,20 +58,43 @@ class Options:
 
 def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     """Measures, prints and writes."""
+    script = Script.of(start.train_args)
+    if script is not None:
+        return of_script(options, start, script)
     title, results = call(on_ranks, options, start.train_args)
     rows, failed = [], []
-    for name, measured in results.items():
-        if isinstance(measured, str):
-            failed.append([f"{name}: {measured}", ""])
+    for name, rates in results.items():
+        if isinstance(rates, str):
+            failed.append([f"{name}: {rates}", ""])
             continue
-        for what, spread in measured.items():
-            rows.append([f"{name}, {what}", spread.text(",.0f" if what[0] != "/" else ".3f")])
+        for what, spread in rates.items():
+            form = ".3f" if what[0] == "/" else ",.0f"
+            rows.append([f"{name}, {what}", spread.text(form)])
         if options.rank_images_per_s:
-            times = measured[PIPELINE].times(1 / options.rank_images_per_s)
+            times = rates[PIPELINE].times(1 / options.rank_images_per_s)
             rows.append([f"{name}, {PIPELINE} / what a rank trains", times.text(".1f")])
     Table(["", "median (p10 to p90)"], rows + failed, title).show()
     if options.out:
         stats.write(Path(options.out), "input", by_flag(options), results)
+    return 0
+
+
+def of_script(options: Options, start: ranks.Start, script: Script) -> int:
+    """Measures a script's batches without and with training, prints and writes."""
+    settings: dict[str, Any] = {"turns": options.turns, "steps": options.batches}
+    alone = measured.measure(start, script, input_only=True, **settings)
+    training = measured.measure(start, script, **settings)
+    speeds = {"input alone": alone, "training": training}
+    results = {name: stats.Spread.of(found["rows_per_s"]) for name, found in speeds.items()}
+    waiting = training["parts"]["input_s"] / training["step_s"]
+    rows = [[f"{name}, rows/s", spread.text(",.0f")] for name, spread in results.items()]
+    ratio = results["input alone"].median / results["training"].median
+    rows += [["input alone / training", f"{ratio:.2f}"], ["of a step, rank 0 waits for data", f"{waiting:.0%}"]]
+    title = f"{script.name}: first fit of {training['model']}, all of its {training['num_ranks']} ranks"
+    Table(["", "median (p10 to p90)"], rows, title).show()
+    if options.out:
+        about = {**by_flag(options), "command": [*script.command]}
+        stats.write(Path(options.out), "input", about, {script.name: {**results, "waiting": waiting}})
     return 0
 
 
@@ -140,7 +166,7 @@ def decoded(files: Sequence[str], decode: Callable[[tf.Tensor], tf.Tensor], batc
 
     from ringtrain.data import tfrecords
 
-    threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
+    threads = cores.num_threads(tf.config.threading.get_intra_op_parallelism_threads())
 
     def one(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         encoded, label = tfrecords.encoded_and_class(record)
@@ -155,7 +181,9 @@ def decoded(files: Sequence[str], decode: Callable[[tf.Tensor], tf.Tensor], batc
 def cut_out(samples: Any, batch_size: int, seed: int) -> Iterator[Any]:
     """Batches of arrays in random order, by NumPy alone."""
     order = np.random.default_rng(seed).permutation(len(samples))
-    scale = np.float32(1 / 255 if samples.inputs.dtype == np.uint8 else 1)
+    scale = np.float32(1)
+    if samples.inputs.dtype == np.uint8:
+        scale = np.float32(1 / 255)
     for first in itertools.cycle(range(0, len(order) - batch_size + 1, batch_size)):
         chosen = order[first : first + batch_size]
         yield samples.inputs[chosen].astype(np.float32) * scale, samples.labels[chosen]

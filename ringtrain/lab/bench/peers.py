@@ -6,41 +6,24 @@ Each run has its own start. The alternatives are in benchmarks/peers of the repo
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import importlib
 import json
 import os
-import signal
 import socket
-import sys
 import tempfile
-import threading
 import time
-import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any
 
-import numpy as np
-
-from ringtrain import config_io
 from ringtrain.cluster.hosts import parse_hosts
-from ringtrain.config import Config
-from ringtrain.derived import derive
-from ringtrain.errors import ConfigError, LaunchError
+from ringtrain.errors import LaunchError
 from ringtrain.lab import ranks, stats
+from ringtrain.lab.peer_start import WARM_STEPS, OneStart, on_ranks
 from ringtrain.lab.tables import Table
 from ringtrain.options import AT_LEAST_1, FILE, LIST, N
-from ringtrain.protocol.launchers import launched_rank
-from ringtrain.run import setup
-
-if TYPE_CHECKING:
-    import keras
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-WARM_STEPS = 10
-POLL_S = 0.5
 COMMON = (
     "--model.name",
     "cnn",
@@ -70,6 +53,8 @@ class Peer:
     """one worker"""
     strategy: str = ""
     """of ringtrain.train; "": ring"""
+    backend: str = "tensorflow"
+    """of Keras"""
 
     def ranks(self, workers: int) -> int:
         """Number of processes to start."""
@@ -77,8 +62,12 @@ class Peer:
 
     def options(self, workers: int) -> list[str]:
         """Options of ringtrain.train in addition to those of all peers."""
-        towers = ["--strategy.towers", str(workers)] if self.strategy == "towers" else []
-        return ["--strategy.name", self.strategy, *towers] if self.strategy else []
+        if not self.strategy:
+            return []
+        words = ["--strategy.name", self.strategy]
+        if self.strategy == "towers":
+            words += ["--strategy.towers", str(workers)]
+        return words
 
 
 PEERS = {
@@ -95,8 +84,13 @@ PEERS = {
     "ps-async-by-hand": Peer("ParameterServer by hand, async", "parameter_servers:run", "servers"),
     "ps-fit": Peer("ParameterServer, fit", "parameter_servers:run_fit", "servers"),
     "torch": Peer("PyTorch DDP, Gloo", "torch_ddp:run"),
-    "ringtrain-alone": Peer("ringtrain.train, one process", "", alone=True),
-    "fit-alone": Peer("Keras' fit, one process", "by_fit:alone", alone=True),
+    "keras-torch-ddp": Peer("Keras on PyTorch, DDP over Gloo", "torch_ddp:run_keras", backend="torch"),
+    "keras-jax-ring": Peer("Keras on JAX, DataParallel over Gloo", "backends:jax_processes", backend="jax"),
+    "fit-all-cores": Peer("Keras' fit, one process, all cores", "backends:all_cores", "one"),
+    "keras-jax": Peer("Keras on JAX, one process, all cores", "backends:all_cores", "one", backend="jax"),
+    "keras-torch": Peer("Keras on PyTorch, one process, all cores", "backends:all_cores", "one", backend="torch"),
+    "ringtrain-alone": Peer("ringtrain.train, one core", "", alone=True),
+    "fit-alone": Peer("Keras' fit, one core", "by_fit:alone", alone=True),
 }
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "1"}  # TensorFlow's servers print their settings
 OVER = {
@@ -124,46 +118,37 @@ class Options:
     """write the results as JSON"""
 
 
-@dataclass(frozen=True)
-class OneStart:
-    """One start of a peer."""
-
-    run: str
-    """as of Peer"""
-    workers: int
-    ranks: int
-    """processes"""
-    ports: Sequence[int]
-    """unused ones, one more than processes"""
-    steps: int
-    """after the warm-up steps"""
-    limit_s: int
-    """after which each process exits"""
-    folder: str
-    """for the results of all ranks"""
-
-
 def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     """Measures, prints and writes."""
     names = options.peers.split(",") if options.peers else list(PEERS)
     unknown = [name for name in names if name not in PEERS]
     if unknown:
         raise LaunchError(f"got --peers {unknown[0]}, expected some of {','.join(PEERS)}")
-    hosts = start.launch.hosts
-    workers = start.launch.np or (sum(host.slots for host in parse_hosts(hosts)) if hosts else 2)
+    workers = num_workers(start)
     call = ranks.caller(start.oversubscribed())  # for the parameter server, which mostly waits
     train_args = [*COMMON, *start.train_args]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in range(options.turns):
         for name, before in runs.items():
-            never = before and not worked(before)  # it would fail again
-            before.append(before[-1] if never else train_once(PEERS[name], workers, options, train_args, call))
+            if before and not worked(before):  # it would fail again
+                before.append(before[-1])
+            else:
+                before.append(train_once(PEERS[name], workers, options, train_args, call))
     found = {name: summary(name, runs, workers) for name in names}
     show(found, f"{workers} workers of one thread: {' '.join(train_args)}")
     if options.out:
         about = {"steps": options.steps, "turns": options.turns, "workers": workers, "command": train_args}
         stats.write(Path(options.out), "peers", about, found)
     return 0
+
+
+def num_workers(start: ranks.Start) -> int:
+    """Number of workers: -np, else the slots of the hosts, else 2."""
+    if start.launch.np:
+        return start.launch.np
+    if start.launch.hosts:
+        return sum(host.slots for host in parse_hosts(start.launch.hosts))
+    return 2
 
 
 def train_once(
@@ -175,10 +160,13 @@ def train_once(
     workers = 1 if peer.alone else workers
     num_ranks = peer.ranks(workers)
     with tempfile.TemporaryDirectory(prefix="ringtrain-peers-") as folder:
-        one = OneStart(peer.run, workers, num_ranks, free_ports(workers + 2), options.steps, options.limit, folder)
+        ports = free_ports(workers + 2)
+        one = OneStart(peer.run, workers, num_ranks, ports, options.steps, options.limit, folder, time.time())
+        path = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])  # for peers.models
+        environ = {**QUIET, "KERAS_BACKEND": peer.backend, "PYTHONPATH": path}
         failure = ""
         try:
-            call(on_ranks, one, [*train_args, *peer.options(workers)], num_ranks, QUIET)
+            call(on_ranks, one, [*train_args, *peer.options(workers)], num_ranks, environ)
         except LaunchError as error:
             failure = str(error)
         said = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("rank-*.json"))]
@@ -188,10 +176,15 @@ def train_once(
     # An asynchronous step belongs to one worker, so there are more of them by the number of workers.
     ends_s, images = said[0]["ends_s"], said[0]["images_per_end"]
     timed_s = ends_s[len(ends_s) * WARM_STEPS // (WARM_STEPS + options.steps) - 1 :]
+    checksums = []
+    for one_rank in said:
+        checksums += one_rank["checksums"]
     return {
         "images_per_s": images * (len(timed_s) - 1) / (timed_s[-1] - timed_s[0]),
+        "first_step_s": ends_s[0] - one.begin_s,
+        "memory_mb": sum(one["memory_mb"] for one in said),
         "losses": said[0]["losses"],
-        "checksums": [checksum for one in said for checksum in one["checksums"]],
+        "checksums": checksums,
     }
 
 
@@ -211,22 +204,29 @@ def summary(name: str, runs: dict[str, list[dict[str, Any]]], workers: int) -> d
     good, failed = worked(own), [one["error"] for one in own if "error" in one]
     if not good:
         return {**told, "error": failed[0]}
+    told["failed"] = failed
+    for quantity in ("images_per_s", "first_step_s", "memory_mb"):
+        told[quantity] = stats.Spread.of([one[quantity] for one in good])
     told |= {
-        "failed": failed,
-        "images_per_s": stats.Spread.of([one["images_per_s"] for one in good]),
         "losses": good[-1]["losses"],
         "checksums": good[-1]["checksums"],
         "equal": all(len(set(one["checksums"])) == 1 for one in good),
     }
-    other = OVER.get(name, "" if peer.alone or name == "ringtrain" else "ringtrain")
+    other = ""
+    if name in OVER:
+        other = OVER[name]
+    elif not peer.alone and name != "ringtrain":
+        other = "ringtrain"
     pairs = both_worked(own, runs.get(other, ()))
     if pairs:
         told["over"] = other
         told["ratio"] = speed_ratios(pairs)
         told["same_weights"] = all(one["checksums"][0] == another["checksums"][0] for one, another in pairs)
     alone = next((one for one in ONE_PROCESS if one in runs), "")
-    if not peer.alone and (pairs := both_worked(own, runs.get(alone, ()))):
-        told["efficiency"] = speed_ratios(pairs).times(1 / workers)
+    if not peer.alone:
+        pairs = both_worked(own, runs.get(alone, ()))
+        if pairs:
+            told["efficiency"] = speed_ratios(pairs).times(1 / workers)
     return told
 
 
@@ -237,7 +237,8 @@ def both_worked(own: list[dict[str, Any]], others: Sequence[dict[str, Any]]) -> 
 
 def speed_ratios(pairs: Sequence[tuple[dict[str, Any], ...]]) -> stats.Spread:
     """Ratios of images/s, round by round."""
-    return stats.ratios(*([one["images_per_s"] for one in each] for each in zip(*pairs, strict=True)))
+    own, others = zip(*pairs, strict=True)
+    return stats.ratios([one["images_per_s"] for one in own], [one["images_per_s"] for one in others])
 
 
 def worked(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -250,7 +251,7 @@ def show(found: dict[str, dict[str, Any]], title: str) -> None:
     rows, notes = [], []
     for one in found.values():
         if "error" in one:
-            rows.append([one["title"], "does not run", "", "", "", ""])
+            rows.append([one["title"], "does not run", "", "", "", "", "", ""])
             notes.append(f"{one['title']} does not run: {one['error']}")
             continue
         notes += [f"{one['title']}, one start of several: {error}" for error in one["failed"]]
@@ -258,160 +259,18 @@ def show(found: dict[str, dict[str, Any]], title: str) -> None:
         if one.get("over", "ringtrain") != "ringtrain":
             notes.append(f"{one['title']}: {ratio} of {PEERS[one['over']].title}")
             ratio = ""
-        equal = "DIFFERENT" if not one["equal"] else "equal" if len(one["checksums"]) > 1 else "one copy"
+        equal = "one copy"
+        if not one["equal"]:
+            equal = "DIFFERENT"
+        elif len(one["checksums"]) > 1:
+            equal = "equal"
         if one.get("same_weights"):
             equal += f", as {one['over']}'s"
         losses = f"{one['losses'][0]:.3f} to {one['losses'][-1]:.3f}"
         efficiency = one["efficiency"].text() if "efficiency" in one else ""
-        rows.append([one["title"], one["images_per_s"].text(",.0f"), ratio, efficiency, losses, equal])
-    Table(("", "images/s", "of ringtrain's", "efficiency", "loss", "weights"), rows, title).show()
+        first_step, memory = (f"{one[name].median:,.0f}" for name in ("first_step_s", "memory_mb"))
+        speed = one["images_per_s"].text(",.0f")
+        rows.append([one["title"], speed, ratio, efficiency, first_step, memory, losses, equal])
+    head = ("", "images/s", "of ringtrain's", "efficiency", "first step (s)", "memory (MB)", "loss", "weights")
+    Table(head, rows, title).show()
     print("\n".join(notes))
-
-
-def on_ranks(options: OneStart, train_args: Sequence[str]) -> None:
-    """Trains on all ranks; each writes rank-N.json, and rank 0 exits last."""
-    rank, folder = launched_rank() or 0, Path(options.folder)
-    end = End(folder, rank, options.limit_s)
-    try:
-        config = _enough(config_io.read(train_args), options)
-        trained = _by_hand(config, options, rank) if options.run else _ringtrain(config, options)
-    except KeyboardInterrupt:
-        os._exit(128 + signal.SIGINT)  # not a failure of the peer
-    except BaseException as error:
-        end.now({"error": in_a_line(error)})
-    end.write(dataclasses.asdict(trained))
-    while rank == 0 and len(list(folder.glob("rank-*.json"))) < options.ranks:
-        time.sleep(0.1)  # other ranks may need rank 0 until they have exited
-
-
-def in_a_line(error: BaseException) -> str:
-    """Formats an error's type and the first and last line of its message."""
-    lines = [line[:200] for line in str(error).strip().splitlines()] or [""]
-    return f"{type(error).__name__}: {' ... '.join([lines[0], *lines[1:][-1:]])}"
-
-
-class End:
-    """Exit of this process: within the time limit, after an error of another rank, and with the reason recorded."""
-
-    def __init__(self, folder: Path, rank: int, limit_s: float) -> None:
-        self.folder, self.path, self.limit_s = folder, folder / f"rank-{rank}.json", limit_s
-        signal.alarm(int(limit_s) + 5)  # if Python code no longer runs
-        threading.Thread(target=self._look, daemon=True).start()
-
-    def write(self, found: dict[str, Any]) -> None:
-        """Writes the result of this rank, once."""
-        if not self.path.exists():
-            unfinished = self.path.with_suffix(".unfinished")
-            unfinished.write_text(json.dumps({"time_s": time.time(), **found}), encoding="utf-8")
-            unfinished.replace(self.path)
-
-    def now(self, found: dict[str, Any]) -> NoReturn:
-        """Writes the result and exits at once, since TensorFlow's servers may keep a process from exiting."""
-        self.write(found)
-        sys.stdout.flush()
-        os._exit(0)
-
-    def _look(self) -> None:
-        begin_s = time.monotonic()
-        while time.monotonic() < begin_s + self.limit_s:
-            time.sleep(POLL_S)
-            for path in self.folder.glob("rank-*.json"):
-                if path != self.path and "error" in json.loads(path.read_text(encoding="utf-8")):
-                    self.now({"error": f"ended because of {path.stem}"})
-        self.now({"error": f"TimeoutError: no end within {self.limit_s:g} s"})
-
-
-def _enough(config: Config, options: OneStart) -> Config:
-    """Sets as many samples as one epoch of these steps needs."""
-    if config.data.name != "synthetic":
-        raise ConfigError(f"data.name: got {config.data.name}, expected synthetic, of which bench peers makes enough")
-    num_train = (WARM_STEPS + options.steps) * config.train.batch_size * options.workers
-    data = dataclasses.replace(config.data, num_samples=-(-8 * num_train // 7))  # an eighth is for the test
-    return dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, epochs=1))
-
-
-def _ringtrain(config: Config, options: OneStart) -> Trained:
-    """Runs the ordinary trainer with one more callback."""
-    from ringtrain import train
-
-    config = dataclasses.replace(
-        config,
-        run=dataclasses.replace(config.run, directory=options.folder),
-        train=dataclasses.replace(config.train, callbacks=(*config.train.callbacks, f"{__name__}:watch")),
-    )
-    train.train(config)
-    if not WATCHED:
-        return Trained(0)  # a rank of parameter servers
-    asynchronous = config.strategy.name == "ps-async"
-    WATCHED[-1].images_per_end = config.train.batch_size * (1 if asynchronous else options.workers)
-    return WATCHED[-1]
-
-
-def _by_hand(config: Config, options: OneStart, rank: int) -> Trained:
-    """Runs a function of benchmarks/peers."""
-    sys.path.insert(0, str(BENCHMARKS))
-    module, _, function = options.run.partition(":")
-    run = getattr(importlib.import_module(f"peers.{module}"), function)
-    data_set = setup.find(config).read_data()
-    numbers = derive(config, options.workers, len(data_set.train), len(data_set.test))
-    if "tensorflow" in sys.modules:
-        import tensorflow as tf
-
-        here = -(-options.workers // options.ranks)  # workers in this process
-        tf.config.threading.set_intra_op_parallelism_threads(config.device.threads)
-        tf.config.threading.set_inter_op_parallelism_threads(config.device.threads * here)
-    training = importlib.import_module("peers.training").Training
-    return run(training(config, numbers, data_set, options.workers, rank, options.ports, Path(options.folder)))
-
-
-@dataclass
-class Trained:
-    """Measurements of one process."""
-
-    images_per_end: int
-    """samples of all workers per step"""
-    ends_s: list[float] = field(default_factory=list)
-    """end times of steps, by the clock that all processes of a host share"""
-    losses: list[float] = field(default_factory=list)
-    """of these steps, on one worker's batch"""
-    checksums: list[str] = field(default_factory=list)
-    """of each copy of the weights in this process, at the end"""
-
-    def note(self, loss: Any) -> None:
-        """Records the end of a step."""
-        self.ends_s.append(time.time())
-        self.losses.append(float(loss))
-
-
-def checksum(weights: Iterable[Any]) -> str:
-    """Checksum of arrays or variables."""
-    value = 0
-    for weight in weights:
-        value = zlib.crc32(np.ascontiguousarray(weight).tobytes(), value)
-    return f"{value:08x}"
-
-
-WATCHED: list[Trained] = []
-"""of the callbacks that watch() has made, which train.train makes by name"""
-
-
-def watch() -> keras.callbacks.Callback:
-    """Callback that records when steps end, in its `trained` and in WATCHED."""
-    import keras
-
-    class Watch(keras.callbacks.Callback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.trained, self.sum = Trained(0), 0.0
-            WATCHED.append(self.trained)
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            so_far = float((logs or {})["loss"]) * (len(self.trained.losses) + 1)  # Keras reports the mean so far
-            self.trained.note(so_far - self.sum)
-            self.sum = so_far
-
-        def on_train_end(self, logs: Any = None) -> None:
-            copies = [getattr(weight.value, "values", (weight.value,)) for weight in self.model.trainable_variables]
-            self.trained.checksums = [checksum(copy) for copy in zip(*copies, strict=True)]
-
-    return Watch()

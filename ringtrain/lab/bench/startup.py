@@ -80,19 +80,27 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
             stages[launcher].append(turn)
         plain.append(imported(num_ranks, model))
     built_s = [turn["built"] for turn in plain]
-    found = {
-        launcher: {
-            "first_step_s": stats.Spread.of([first_step_s(turn) for turn in turns]),
-            "ratio": stats.ratios([first_step_s(turn) for turn in turns], built_s),
-            "stages_s": {name: stats.Spread.of([turn[name] for turn in turns]) for name in turns[0]},
+    found = {}
+    for launcher, turns in stages.items():
+        first_s = [first_step_s(turn) for turn in turns]
+        found[launcher] = {
+            "first_step_s": stats.Spread.of(first_s),
+            "ratio": stats.ratios(first_s, built_s),
+            "stages_s": spreads(turns),
         }
-        for launcher, turns in stages.items()
-    }
     show(found, plain, f"{config.model.name}, {num_ranks} ranks")
     if options.out:
-        plainly = {name: stats.Spread.of([turn[name] for turn in plain]) for name in plain[0]}
-        stats.write(Path(options.out), "startup", {"turns": options.turns}, {"launched": found, "plain_s": plainly})
+        results = {"launched": found, "plain_s": spreads(plain)}
+        stats.write(Path(options.out), "startup", {"turns": options.turns}, results)
     return 0
+
+
+def spreads(turns: Sequence[Mapping[str, float]]) -> dict[str, stats.Spread]:
+    """Spread of each quantity over the turns."""
+    found = {}
+    for name in turns[0]:
+        found[name] = stats.Spread.of([turn[name] for turn in turns])
+    return found
 
 
 def first_step_s(stages: Mapping[str, float]) -> float:
@@ -131,8 +139,11 @@ def imported(num_processes: int, model: str) -> dict[str, float]:
     """
     one = shlex.join([sys.executable, "-c", PLAIN, model])
     begin_s = time.time()
-    said = call(["sh", "-c", f"{f'{one} 2>/dev/null & ' * num_processes} wait"], TIMEOUT_S)
-    moments = [[float(word) - begin_s for word in line.split()] for line in said.splitlines()]
+    in_background = f"{one} 2>/dev/null & " * num_processes
+    said = call(["sh", "-c", f"{in_background} wait"], TIMEOUT_S)
+    moments = []
+    for line in said.splitlines():
+        moments.append([float(word) - begin_s for word in line.split()])
     if len(moments) != num_processes:
         raise LaunchError(f"bench startup: {len(moments)} of {num_processes} plain processes built the model")
     imported_s, built_s = (max(column) for column in zip(*moments, strict=True))

@@ -71,10 +71,15 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     profiles = [results.pop("profile") for results in found]
     for results in found:
         show(results)
-    table = [{name: results[name] for name in ("num_ranks", *SPREADS)} for results in found]
+    table = []
+    for results in found:
+        table.append({name: results[name] for name in ("num_ranks", *SPREADS)})
     if len(table) > 1:
         head = ("ranks", "images/s", "as many, not talking", "ring efficiency")
-        rows = [[str(row["num_ranks"]), *(row[name].text(form) for name, form in SPREADS.items())] for row in table]
+        rows = []
+        for row in table:
+            speeds = [row[name].text(form) for name, form in SPREADS.items()]
+            rows.append([str(row["num_ranks"]), *speeds])
         Table(head, rows, "scaling").show()
     if options.profile:
         Path(options.profile).write_text(json.dumps(profiles[0]) + "\n", encoding="utf-8")
@@ -135,8 +140,9 @@ def draw(
     for name, (label, line) in lines.items():
         spreads = [one[name] for one in table]
         middle = [one.median for one in spreads]
-        off = [[one.median - one.p10 for one in spreads], [one.p90 - one.median for one in spreads]]
-        axes.errorbar(num_ranks, middle, yerr=off, fmt=f"o{line}", capsize=3, label=label)
+        below = [one.median - one.p10 for one in spreads]
+        above = [one.p90 - one.median for one in spreads]
+        axes.errorbar(num_ranks, middle, yerr=[below, above], fmt=f"o{line}", capsize=3, label=label)
     axes.set_xticks(num_ranks)
     axes.set_ylim(bottom=0)
     write_png(path)
@@ -254,10 +260,10 @@ def profile_of(config: Config, model: keras.Model, batches: Any, num_steps: int,
     ready = np.median(np.array(rows[PROFILE_WARM_STEPS:]), axis=0)
     computed = [float(row.max()) for row in rows[PROFILE_WARM_STEPS:]]
     compute_s = float(np.mean(computed))
-    gradients = [
-        Gradient(4 * int(np.prod(variable.shape)), min(float(at), compute_s), variable.path, tuple(variable.shape))
-        for variable, at in zip(variables, ready, strict=True)
-    ]
+    gradients = []
+    for variable, at in zip(variables, ready, strict=True):
+        num_bytes, ready_s = 4 * int(np.prod(variable.shape)), min(float(at), compute_s)
+        gradients.append(Gradient(num_bytes, ready_s, variable.path, tuple(variable.shape)))
     name, batch_size = config.model.name, config.train.batch_size
     update_s = max(0.0, step_s - compute_s)
     return Profile(name, batch_size, compute_s, tuple(gradients), update_s, step_s=tuple(computed))

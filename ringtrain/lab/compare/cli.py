@@ -28,6 +28,7 @@ from ringtrain.lab import jobs, ranks, stats
 from ringtrain.lab.compare import results
 from ringtrain.lab.compare.results import Result
 from ringtrain.lab.options import seconds_of
+from ringtrain.lab.tables import counted
 from ringtrain.options import AT_LEAST_1, FILE, LIST, N
 from ringtrain.protocol.env import HOST_SLOTS
 from ringtrain.run import setup
@@ -81,7 +82,8 @@ def main(options: Options, start: ranks.Start, _: ranks.Call) -> int:
     servers = start.launch.ps or 1
     copies = start.launch.np or sum(host.slots for host in start.hosts)
     slots = take(start.hosts, copies, start.launch.oversubscribe)[0].slots
-    told = [*(["--config", options.config] if options.config else []), *start.train_args, *budget(options.budget)]
+    config = ["--config", options.config] if options.config else []
+    told = [*config, *start.train_args, *budget(options.budget)]
     base, entries = config_io.read(told), read(options.strategies, copies)
     for entry in entries:  # report a mistake before anything starts
         setup.find(config_io.read([*told, *entry.words]))
@@ -147,7 +149,8 @@ def read(text: str, copies: int) -> list[Entry]:
         if name not in known:
             raise LaunchError(f"got --strategies {text}: {name!r} is none: {nearest(name, known)}")
         words = ["--strategy.name", "ring" if name == ALONE else name]
-        words += ["--strategy.towers", str(copies)] if name == "towers" else []
+        if name == "towers":
+            words += ["--strategy.towers", str(copies)]
         for option, _, value in (one.partition("=") for one in told):
             words += [f"--{option}" if "." in option else f"--strategy.{option}", value]
         entry = Entry(label, name, tuple(words))
@@ -199,13 +202,14 @@ def train_once(
         if process.poll() is None:  # a signal arrived
             process.send_signal(signal.SIGTERM)
             process.wait()
-    return Result(entry.label, seed, own, jobs.reason_of(log, code) if code else "")
+    error = jobs.reason_of(log, code) if code else ""
+    return Result(entry.label, seed, own, error)
 
 
 def conclude(trained: Sequence[Result], options: Options, told: Sequence[str], numbers: Mapping[str, int]) -> int:
     """Prints and writes the results; returns 1 if a run failed, else 0."""
     target, found = config_io.read(told).train.target_accuracy, results.summaries(trained)
-    title = f"{numbers['copies']} copies, {options.seeds} seed{'s' if options.seeds > 1 else ''}: {shlex.join(told)}"
+    title = f"{numbers['copies']} copies, {counted(options.seeds, 'seed')}: {shlex.join(told)}"
     tables = results.tables(found, target)
     print(title)
     for table in tables:
@@ -219,7 +223,8 @@ def conclude(trained: Sequence[Result], options: Options, told: Sequence[str], n
     if options.html:
         results.write_page(Path(options.html), trained, tables, title)
     failed = [one for one in trained if one.error]
-    print("\n".join(results.in_words(one) for one in failed), end="\n" if failed else "")
+    for one in failed:
+        print(results.in_words(one))
     return 1 if failed else 0
 
 

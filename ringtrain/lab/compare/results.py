@@ -101,20 +101,28 @@ class Result:
         summary, points, strategy = self.run.summary, self.points, self.run.summary["strategy"]
         target = self.run.options["train.target_accuracy"]
         reached: dict[str, Any] = next((one for one in points if 0 < target <= one["test_accuracy"]), {})
-        num_updates = points[-1]["updates"] if points else 1
+        last: dict[str, Any] = points[-1] if points else {}
+        num_updates = last.get("updates", 1)
         bytes_in_all = bytes_sent(self.run, num_updates)
+        bytes_per_update = to_target_bytes = dropped = None
+        if bytes_in_all is not None:
+            bytes_per_update = bytes_in_all / max(1, num_updates)
+        if reached:
+            to_target_bytes = bytes_sent(self.run, reached["updates"])
+        if "dropped" in strategy:
+            dropped = sum(strategy["dropped"])
         return {
-            "test_accuracy": points[-1]["test_accuracy"] if points else None,
+            "test_accuracy": last.get("test_accuracy"),
             "best_test_accuracy": max((one["test_accuracy"] for one in points), default=None),
             "to_target_s": reached.get("train_s"),
             "to_target_samples": reached.get("samples"),
-            "train_s": points[-1]["train_s"] if points else None,
+            "train_s": last.get("train_s"),
             "images_per_s": summary["images_per_s"],
             "waiting_share": waiting_share(summary),
-            "bytes_per_update": None if bytes_in_all is None else bytes_in_all / max(1, num_updates),
-            "to_target_bytes": bytes_sent(self.run, reached["updates"]) if reached else None,
+            "bytes_per_update": bytes_per_update,
+            "to_target_bytes": to_target_bytes,
             "staleness": (strategy.get("staleness") or {}).get("mean"),
-            "dropped": sum(strategy["dropped"]) if "dropped" in strategy else None,
+            "dropped": dropped,
         }
 
     def told(self) -> dict[str, Any]:
@@ -138,7 +146,11 @@ def waiting_share(summary: Mapping[str, Any]) -> float | None:
         known = [share for share in workers if share is not None]
         return float(statistics.mean(known)) if known else None
     totals = [one["totals"] for one in summary["ranks"] if one["totals"]["step_s"]]
-    return sum(one["wait_s"] for one in totals) / sum(one["step_s"] for one in totals) if totals else None
+    if not totals:
+        return None
+    wait_s = sum(one["wait_s"] for one in totals)
+    step_s = sum(one["step_s"] for one in totals)
+    return float(wait_s / step_s)
 
 
 def bytes_sent(run: run_folder.Run, num_updates: int) -> float | None:
@@ -170,9 +182,14 @@ def summaries(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
     for label in dict.fromkeys(one.label for one in results):
         own = [one for one in results if one.label == label]
         good = [one.measured for one in own if not one.error]
-        known = {key: [value for one in good if (value := one[key]) is not None] for key in MEASURED}
-        found[label] = {key: Spread.of(values) for key, values in known.items() if values}
-        found[label] |= {"runs": len(good), "errors": [one.error for one in own if one.error]}
+        summary: dict[str, Any] = {}
+        for key in MEASURED:
+            measured = [one[key] for one in good]
+            values = [value for value in measured if value is not None]
+            if values:
+                summary[key] = Spread.of(values)
+        errors = [one.error for one in own if one.error]
+        found[label] = {**summary, "runs": len(good), "errors": errors}
     return found
 
 
@@ -180,10 +197,14 @@ def tables(found: Mapping[str, Mapping[str, Any]], target: float) -> list[Table]
     """Tables without empty columns and tables; target is an accuracy, 0: none."""
     made = []
     for title, columns in TABLES.items():
-        shown = {head: how for head, how in columns.items() if any(how[0] in one for one in found.values())}
-        rows = [[label, *(_cell(one, *how) for how in shown.values())] for label, one in found.items()]
-        for row, one in zip(rows, found.values(), strict=True):
-            row[1:2] = row[1:2] if one["runs"] else ["failed"]
+        known = {key for one in found.values() for key in one}
+        shown = {head: how for head, how in columns.items() if how[0] in known}
+        rows = []
+        for label, one in found.items():
+            cells = [_cell(one, *how) for how in shown.values()]
+            if not one["runs"]:
+                cells[:1] = ["failed"]
+            rows.append([label, *cells])
         if shown:
             made.append(Table(["", *(head.format(target=100 * target) for head in shown)], rows, title))
     return made
@@ -194,8 +215,12 @@ def _cell(one: Mapping[str, Any], key: str, factor: float, form: str) -> str:
     if spread is None:
         return ""
     scaled = spread.times(factor)
-    text = scaled.text(form) if spread.repeats > 1 and spread.p10 < spread.p90 else f"{scaled.median:{form}}"
-    return text if spread.repeats == one["runs"] else f"{text} [{spread.repeats} of {one['runs']}]"
+    text = f"{scaled.median:{form}}"
+    if spread.repeats > 1 and spread.p10 < spread.p90:
+        text = scaled.text(form)
+    if spread.repeats != one["runs"]:
+        text += f" [{spread.repeats} of {one['runs']}]"
+    return text
 
 
 def in_words(result: Result) -> str:
@@ -232,8 +257,8 @@ def draw(path: Path, results: Sequence[Result], title: str) -> None:
     right = left.figure.add_subplot(halves[1], sharey=left, xlabel="samples seen")
     for axes, x in ((left, "train_s"), (right, "samples")):
         for one, colour, first, points in _lines(results, x):
-            style = {"color": f"C{colour}", "alpha": 1 if first else 0.4, "label": one.label if first else None}
-            axes.plot(*zip(*points, strict=True), marker=".", **style)
+            alpha, label = (1.0, one.label) if first else (0.4, None)
+            axes.plot(*zip(*points, strict=True), marker=".", color=f"C{colour}", alpha=alpha, label=label)
         axes.grid(alpha=0.3)
     write_png(path)
 
@@ -242,16 +267,19 @@ def write_page(path: Path, results: Sequence[Result], shown: Sequence[Table], ti
     """Writes an HTML page: tables, curves, and the report of the first run of each strategy."""
 
     def chart(x: str, axis: str) -> Chart:
-        lines = [Line(one.label, points, colour, not first) for one, colour, first, points in _lines(results, x)]
-        return Chart(
-            "test accuracy, %", axis, lines, dashes="other seeds" if any(line.dashed for line in lines) else ""
-        )
+        lines, dashes = [], ""
+        for one, colour, first, points in _lines(results, x):
+            lines.append(Line(one.label, points, colour, not first))
+            if not first:
+                dashes = "other seeds"
+        return Chart("test accuracy, %", axis, lines, dashes=dashes)
 
     first = [one.run for one, _, is_first, _ in _lines(results, "samples") if is_first]
     sections = [
         html.Section("", [title, *(html.Note(in_words(one)) for one in results if one.error)]),
         *(html.Section(table.title, [replace(table, title="")]) for table in shown),
         html.Section("Accuracy", [chart("train_s", "seconds of training"), chart("samples", "samples seen"), WORDS]),
-        *(cli.sections(first) if first else []),
     ]
+    if first:
+        sections += cli.sections(first)
     path.write_text(html.html("ringtrain compare", sections), encoding="utf-8")

@@ -16,7 +16,7 @@ from ringtrain.lab.forecast import points
 from ringtrain.lab.forecast.formulas import Prediction, Way, parameter_servers, predict, reach
 from ringtrain.lab.forecast.points import Case, Point
 from ringtrain.lab.script import Script
-from ringtrain.lab.tables import Table
+from ringtrain.lab.tables import Table, counted
 from ringtrain.options import FILE, LIST, Argument, Given, X, options_of, read
 
 
@@ -82,15 +82,16 @@ def main(given: Given) -> int:
         title = f"{wanted.reach:.0%} at {ranks[-1]} ranks: what reaches it, all else being as it is"
         _show([_ways(ways, title)], [dataclasses.asdict(way) for way in ways], wanted.json)
         return 0 if any(way.needed for way in ways) else 1
-    names: list[Any] = ["ring", "hierarchical", *(["halving"] if case.transport == "mpi" else []), case.algorithm]
-    lines: dict[str, list[Prediction]] = {
-        name: [predict(step, cluster, replace(case.setting(num), algorithm=name)) for num in ranks]
-        for name in dict.fromkeys(names)
-    }
+    lines: dict[str, list[Prediction]] = {}
+    for algorithm in _algorithms(case):
+        settings = [replace(case.setting(num), algorithm=algorithm) for num in ranks]
+        lines[algorithm] = [predict(step, cluster, setting) for setting in settings]
     if case.servers:
-        name = f"{case.servers} parameter server{'s' if case.servers > 1 else ''}"
+        name = counted(case.servers, "parameter server")
         lines[name] = [parameter_servers(step, cluster, case.setting(num), case.servers) for num in ranks]
-    plain = [{"kind": kind, **dataclasses.asdict(found)} for kind, all_of_it in lines.items() for found in all_of_it]
+    plain = []
+    for kind, predictions in lines.items():
+        plain += [{"kind": kind, **dataclasses.asdict(prediction)} for prediction in predictions]
     title = (
         f"{step.name}, batch {step.batch_size} per rank, {step.total_bytes / 1e6:.1f} MB of gradients;"
         f" {case.ranks_per_host} per host, {case.link}, {case.transport}"
@@ -99,6 +100,14 @@ def main(given: Given) -> int:
     if wanted.plot:
         draw(Path(wanted.plot), lines, title)
     return 0
+
+
+def _algorithms(case: Case) -> list[Any]:
+    """Algorithms that the table compares, the case's own among them."""
+    names: list[Any] = ["ring", "hierarchical"]
+    if case.transport == "mpi":
+        names.append("halving")
+    return list(dict.fromkeys([*names, case.algorithm]))
 
 
 def write_profile(script: Script, path: Path) -> None:
@@ -118,8 +127,10 @@ def draw(path: Path, lines: Mapping[str, Sequence[Prediction]], title: str) -> N
     free = [p.images_per_s / p.efficiency for p in first]
     axes.plot([p.num_ranks for p in first], free, color="0.6", linestyle="--", label="without communication")
     for kind, predictions in lines.items():
-        axes.plot([p.num_ranks for p in predictions], [p.images_per_s for p in predictions], marker=".", label=kind)
-    axes.set_xticks([p.num_ranks for p in first], labels=[str(p.num_ranks) for p in first])
+        num_ranks = [p.num_ranks for p in predictions]
+        axes.plot(num_ranks, [p.images_per_s for p in predictions], marker=".", label=kind)
+    ticks = [p.num_ranks for p in first]
+    axes.set_xticks(ticks, labels=[str(tick) for tick in ticks])
     axes.minorticks_off()
     write_png(path)
 
@@ -134,10 +145,11 @@ def _show(tables: Sequence[Table], values: object, as_json: bool) -> None:
 
 def _speeds(lines: Mapping[str, Sequence[Prediction]], title: str) -> Table:
     head = ["ranks", "hosts", *(f"{kind}: images/s" for kind in lines)]
-    rows = [
-        [str(row[0].num_ranks), str(row[0].num_hosts), *(f"{p.images_per_s:,.0f} ({p.efficiency:.1%})" for p in row)]
-        for row in zip(*lines.values(), strict=True)
-    ]
+    rows = []
+    for predictions in zip(*lines.values(), strict=True):
+        first = predictions[0]
+        speeds = [f"{p.images_per_s:,.0f} ({p.efficiency:.1%})" for p in predictions]
+        rows.append([str(first.num_ranks), str(first.num_hosts), *speeds])
     return Table(head, rows, title)
 
 
@@ -170,11 +182,17 @@ def _ways(ways: Sequence[Way], title: str) -> Table:
 def _beside(points: Sequence[Point]) -> Table:
     rows = []
     for point in points:
-        speeds = (f"{value:,.{0 if value >= 100 else 1}f}" for value in (point.measured, point.prediction.images_per_s))
+        speeds = (_speed_text(point.measured), _speed_text(point.prediction.images_per_s))
         error = "fitted" if point.fitted else f"{point.error:+.1%}"
         rows.append([point.setup, str(point.num_ranks), *speeds, f"{point.prediction.efficiency:.1%}", error])
     head = ["set-up", "ranks", "measured", "predicted", "efficiency", "error"]
     return Table(head, rows, "predicted beside measured")
+
+
+def _speed_text(value: float) -> str:
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:,.1f}"
 
 
 def _as_values(point: Point) -> dict[str, object]:

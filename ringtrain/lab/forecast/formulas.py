@@ -97,7 +97,9 @@ def predict(profile: Profile, cluster: Cluster, setting: Setting) -> Prediction:
         stretch, before_s = slowest_s / compute_s, compute_s - step_s
         ready_s = [stretch * (before_s + crowding * g.ready_s) for g in profile.gradients]
         gradients = list(zip(sizes, ready_s, strict=True))
-        played = _play(gradients if ranks > 1 else [], slowest_s, cluster, setting)
+        if ranks == 1:
+            gradients = []
+        played = _play(gradients, slowest_s, cluster, setting)
     if kind == "bf16" and cluster.transport is TRANSPORTS["gloo"]:
         played.now_s += played.communication_s  # its alltoall and allgather take twice a ring's time for their bytes
     if ranks > 1:
@@ -317,9 +319,13 @@ def reach(profile: Profile, cluster: Cluster, setting: Setting, efficiency: floa
 
     def numeric(change: str, of: Callable[[float], float], low: float, high: float, say: Callable[[float], str]) -> Way:
         found = least(lambda value: of(value) >= efficiency, low, high)
-        return Way(change, "" if found is None else say(found), of(high if found is None else found))
+        if found is None:
+            return Way(change, "", of(high))
+        return Way(change, say(found), of(found))
 
-    other: Setting = replace(setting, algorithm="ring" if setting.algorithm == "hierarchical" else "hierarchical")
+    other: Setting = replace(setting, algorithm="hierarchical")
+    if setting.algorithm == "hierarchical":
+        other = replace(setting, algorithm="ring")
     fp16 = replace(setting, compression="fp16")
     named = {
         "as it is": setting,
@@ -332,7 +338,8 @@ def reach(profile: Profile, cluster: Cluster, setting: Setting, efficiency: floa
     ways = []
     for change, changed in named.items():
         found = predict(profile, cluster, changed).efficiency
-        ways.append(Way(change, "reaches it" if found >= efficiency else "", found))
+        needed = "reaches it" if found >= efficiency else ""
+        ways.append(Way(change, needed, found))
 
     def rate(value: float) -> str:
         return f"{value * 8:.3g} Gbps"

@@ -69,7 +69,10 @@ def main(words: Sequence[str], num_ranks: int, num_devices: int, as_json: bool) 
         print(json.dumps([dataclasses.asdict(need) for need in found], indent=1))
         return 0
     names = ("weights", "slots", "gradients", "activations", "peak")
-    rows = [[need.way, need.device, *(f"{getattr(need, name) / 1e6:,.1f}" for name in names)] for need in found]
+    rows = []
+    for need in found:
+        sizes = [f"{getattr(need, name) / 1e6:,.1f}" for name in names]
+        rows.append([need.way, need.device, *sizes])
     Table(["way", "device of a rank", *names], rows, "MB on each device of a rank").show()
     return 0
 
@@ -172,8 +175,12 @@ def peaks(graph: Any, first: str, only: Container[int] | None = None) -> Counter
     only: ids of the tensors that count.
     """
     operations, holder = graph.get_operations(), holders(graph)
-    last = {id(holder[id(tensor)]): place for place, one in enumerate(operations) for tensor in one.inputs}
-    last |= {id(holder[id(tensor)]): len(operations) for tensor in graph.outputs}
+    last = {}
+    for place, one in enumerate(operations):
+        for tensor in one.inputs:
+            last[id(holder[id(tensor)])] = place
+    for tensor in graph.outputs:
+        last[id(holder[id(tensor)])] = len(operations)
     ending: dict[int, list[int]] = {}
     for key, place in last.items():
         ending.setdefault(place, []).append(key)
@@ -186,8 +193,11 @@ def peaks(graph: Any, first: str, only: Container[int] | None = None) -> Counter
             if holder[key] is not tensor or key not in last or (only is not None and key not in only):
                 continue
             taken = None if only else _taken_over(one, num_bytes, place, last, held, holder)
-            held[key] = held.pop(taken) if taken else (num_bytes, device)
-            now[device] += 0 if taken else num_bytes
+            if taken:
+                held[key] = held.pop(taken)
+            else:
+                held[key] = num_bytes, device
+                now[device] += num_bytes
         most |= now
         for key in ending.get(place, ()):
             if key in held:
@@ -205,5 +215,10 @@ def _taken_over(
     holder: Mapping[int, Any],
 ) -> int | None:
     """Key of an input in whose memory an operation writes its output."""
-    keys = [id(holder[id(tensor)]) for tensor in operation.inputs] if operation.type in IN_PLACE else []
-    return next((key for key in keys if key in held and last[key] == place and held[key][0] == num_bytes), None)
+    if operation.type not in IN_PLACE:
+        return None
+    for tensor in operation.inputs:
+        key = id(holder[id(tensor)])
+        if key in held and last[key] == place and held[key][0] == num_bytes:
+            return key
+    return None

@@ -233,7 +233,10 @@ def read_link(text: str, latency_s: float, folder: Path = Path()) -> Link:
     try:
         found = parse_json((folder / text).read_text(encoding="utf-8"))
         if found.get("bench") == "allreduce":
-            sums = [one for one in found["results"] if one["method"] == "MPI_Allreduce" and one["wire_bytes"]]
+            sums = []
+            for one in found["results"]:
+                if one["method"] == "MPI_Allreduce" and one["wire_bytes"]:
+                    sums.append(one)
             smallest, *_, largest = sorted(sums, key=lambda one: float(one["bytes"]))
             rate = largest["wire_bytes"] / 1e9 / largest["seconds"]["median"]
             return Link(rate, smallest["seconds"]["median"] / math.log2(found["options"]["num_ranks"]), measured=True)

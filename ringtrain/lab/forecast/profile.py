@@ -133,20 +133,18 @@ class Profile:
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Profile:
         """Builds a profile from a parsed object; raises the errors of INVALID for other contents."""
-        gradients = tuple(
-            Gradient(
-                int(g["bytes"]),
-                float(g["ready_s"]),
-                g.get("name", ""),
-                None if g.get("shape") is None else tuple(map(int, g["shape"])),
-            )
-            for g in values["gradients"]
-        )
+        gradients = []
+        for entry in values["gradients"]:
+            num_bytes, ready_s = int(entry["bytes"]), float(entry["ready_s"])
+            shape = entry.get("shape")
+            if shape is not None:
+                shape = tuple(map(int, shape))
+            gradients.append(Gradient(num_bytes, ready_s, entry.get("name", ""), shape))
         return cls(
             name=str(values["name"]),
             batch_size=int(values["batch_size"]),
             compute_s=float(values["compute_s"]),
-            gradients=gradients,
+            gradients=tuple(gradients),
             update_s=float(values.get("update_s", 0.0)),
             jitter=float(values.get("jitter", 0.0)),
             step_s=tuple(float(value) for value in values.get("step_s", ())),
@@ -237,7 +235,9 @@ def known(model: str, images_per_s: float, batch_size: int, jitter: float = JITT
     if not images_per_s > 0 or batch_size < 1:
         raise ConfigError(f"{model}: got {images_per_s:g} images/s with batches of {batch_size}, expected more than 0")
     millions, groups = MODELS[model]
-    layers = [(weights, outputs) for weights, outputs, count in groups for _ in range(count)]
+    layers: list[tuple[float, int]] = []
+    for weights, outputs, count in groups:
+        layers += [(weights, outputs)] * count
     scale = millions * 1e6 / sum(weights for weights, _ in layers)
     work = sum(weights * outputs for weights, outputs in layers)
     compute_s = batch_size / images_per_s

@@ -71,8 +71,12 @@ def _lines() -> Iterator[str]:
     for option in sorted(config_help.COMMON, key=list(texts).index):
         table, _, key = option.rpartition(".")
         if table != section:
-            yield from ([""] if section else []) + [f"[{table}]"]
+            if section:
+                yield ""
+            yield f"[{table}]"
             section = table
         yield from textwrap.wrap(texts[option], 110, initial_indent="# ", subsequent_indent="# ")
-        value = config_io.toml_value(config_io.value_of(default, option) if option not in VALUES else VALUES[option])
-        yield f"{'' if option in VALUES else '# '}{key} = {value}"
+        if option in VALUES:
+            yield f"{key} = {config_io.toml_value(VALUES[option])}"
+        else:
+            yield f"# {key} = {config_io.toml_value(config_io.value_of(default, option))}"

@@ -79,7 +79,7 @@ class Outcome:
         """Kind of each array of `state`: "weights", or a slot's name."""
         paths = [path for path, *_ in self.last.manifest["variables"]]
         first = next((place for place, path in enumerate(paths) if path.endswith("/iteration")), len(paths))
-        kinds = ["weights" if place < first else path.rpartition("_")[2] for place, path in enumerate(paths)]
+        kinds = ["weights"] * first + [path.rpartition("_")[2] for path in paths[first:]]
         return {name: kinds[int(name)] for name in self.state()}
 
     def apart(self, other: Outcome) -> float:
@@ -94,7 +94,10 @@ class Outcome:
         """Metrics of its epochs."""
         lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         timed = ("epoch", "global_step", "time_s", "train_s", "evaluate_s", "images_per_s", "learning_rate")
-        return [{name: value for name, value in parse_json(line).items() if name not in timed} for line in lines]
+        found = []
+        for line in lines:
+            found.append({name: value for name, value in parse_json(line).items() if name not in timed})
+        return found
 
     def recorded(self) -> list[dict[str, Any]]:
         """Lines of all ranks' `rows.Rows` about this run."""
@@ -134,12 +137,15 @@ class Outcome:
     def unlike_one_process(self) -> list[str]:
         """Parts of the model that depend on how a batch is divided, a phrase each."""
         facts = [line for line in self.recorded() if "seeds" in line]
-        phrases = {
-            "random layers, which draw other numbers on each rank": any(one["seeds"] for one in facts),
-            "batch normalization, which uses each rank's rows": any(one["batch_norm"] for one in facts),
-        }
         by_design = [phrase for phrase in self.told() if phrase.startswith(BY_DESIGN)]
-        return by_design or [phrase for phrase, is_there in phrases.items() if is_there]
+        if by_design:
+            return by_design
+        phrases = []
+        if any(one["seeds"] for one in facts):
+            phrases.append("random layers, which draw other numbers on each rank")
+        if any(one["batch_norm"] for one in facts):
+            phrases.append("batch normalization, which uses each rank's rows")
+        return phrases
 
     def same_bits(self, other: Outcome) -> str:
         """ "" if all bits of weights, slots and metrics are equal, else the first difference."""
@@ -150,9 +156,11 @@ class Outcome:
                 return f"{path} differs by up to {apart({name: array}, theirs, {}):.1e} of its norm"
         if len(self.metrics()) != len(other.metrics()):
             return f"number of epochs differs: {len(self.metrics())} and {len(other.metrics())}"
-        pairs = zip(self.metrics(), other.metrics(), strict=True)
-        different = [name for one, its in pairs for name in one if one[name] != its.get(name)]
-        return f"metric {different[0]} differs" if different else ""
+        for own, others in zip(self.metrics(), other.metrics(), strict=True):
+            for name in own:
+                if own[name] != others.get(name):
+                    return f"metric {name} differs"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -229,13 +237,16 @@ def like_one_process(precision: str, one: Outcome, ranks: Outcome, part: Outcome
     limit, claim = TOLERANCES[precision], f"weights and slots of one process with the whole batch, {precision}{where}"
     error = one.error or ranks.error or part.error
     if error:
-        is_wide = precision == "float64"
-        return [Check(claim, None if is_wide else False, "the job does not train in float64" if is_wide else error)]
+        if precision == "float64":
+            return [Check(claim, None, "the job does not train in float64")]
+        return [Check(claim, False, error)]
     phrases = ranks.unlike_one_process()
     if phrases:
         return [Check(claim, None, f"depends on how a batch is divided, by design: {'; '.join(phrases)}")]
-    if precision == "float64" and (narrow := [name for line in ranks.recorded() for name in line.get("narrow", ())]):
-        return [Check(claim, None, f"layer {narrow[0]} computes in another dtype, as the model asks")]
+    if precision == "float64":
+        for line in ranks.recorded():
+            for name in line.get("narrow", ()):
+                return [Check(claim, None, f"layer {name} computes in another dtype, as the model asks")]
     distance, wrong = ranks.apart(one), part.apart(one)
     evidence = f"{distance:.1e} apart, at most {limit:.0e}; a process with a part of each batch only: {wrong:.1e}"
     if distance > limit:
@@ -247,8 +258,10 @@ def like_one_process(precision: str, one: Outcome, ranks: Outcome, part: Outcome
     elif wrong <= limit:
         evidence += "; the job changes its weights too little to tell: try a larger learning rate"
         return [Check(claim, None, evidence)]
-    check = Check(claim, distance <= limit, evidence)
-    return [check, same_metrics(precision, one, ranks, where)] if check.holds else [check]
+    found = [Check(claim, distance <= limit, evidence)]
+    if distance <= limit:
+        found.append(same_metrics(precision, one, ranks, where))
+    return found
 
 
 def as_rounded(narrow: Sequence[Check], wide: Sequence[Check]) -> list[Check]:
@@ -312,11 +325,8 @@ def every_sample_once(one: Outcome, ranks: Outcome, where: str = "") -> Check:
                 f"epoch {epoch + 1}: {missing.total()} of {rows.total()} samples that one process trains are missing,"
                 f" {more.total()} are others: {NOT_SEEDED}{named(one.suspects(), 'order', 'random', roles=IN_DATA)}",
             )
-    return Check(
-        claim,
-        True,
-        f"{len(expected)} epochs of {max(one.total() for one in expected.values())} samples, by their checksums",
-    )
+    num_samples = max(rows.total() for rows in expected.values())
+    return Check(claim, True, f"{len(expected)} epochs of {num_samples} samples, by their checksums")
 
 
 def same_bits(claim: str, first: Outcome, second: Outcome, again: Outcome | None = None) -> Check:

@@ -24,7 +24,7 @@ from ringtrain.lab.prove.checks import Check, Outcome, Start
 from ringtrain.lab.prove.kinds import PLAIN
 from ringtrain.lab.report import html
 from ringtrain.lab.script import Script
-from ringtrain.lab.tables import Table
+from ringtrain.lab.tables import Table, counted
 from ringtrain.options import FILE, N, at_least
 from ringtrain.protocol.env import PROVE
 
@@ -102,7 +102,9 @@ class Proof:
             )
         several = self.run("ranks", num, PLAIN | EXACT)
         if several.error:
-            suspects = [suspect for fit in one.fits for suspect in one.outcome(fit).suspects()]
+            suspects = []
+            for fit in one.fits:
+                suspects += one.outcome(fit).suspects()
             return [*told, checks.fails_on_ranks(num, several.error, suspects)]
         part = self.run("part", 1, PLAIN, is_part=True)
         found = self.like_one_process(one, several, part)
@@ -219,7 +221,7 @@ class Proof:
         for variable in environ:
             launch += ["--forward", variable]
         log = self.folder / "starts" / f"{name}.log"
-        processes.say(f"prove: {name}, {num_ranks} rank{'s' if num_ranks > 1 else ''}")
+        processes.say(f"prove: {name}, {counted(num_ranks, 'rank')}")
         code = jobs.start_launch(launch, command, {**os.environ, **environ}, log).wait()
         error = jobs.reason_of(log, code) if code else ""
         start = Start(folder, recordings, self.kind.of_script, error, code)

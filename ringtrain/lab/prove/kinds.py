@@ -111,6 +111,7 @@ class ConfiguredJob:
             "run.directory": folder.parent,
             "run.name": folder.name,
             "run.resume": "auto",
+            "run.mirror": "",
         }
         is_virtual = bool(variant.options.get("train.virtual_ranks"))
         if variant.num_ranks == 1 and not variant.is_part and not is_virtual:
@@ -167,7 +168,7 @@ class ScriptJob:
         )
         words = list(self.words)
         if variant.is_seeded:
-            place = next(place for place, word in enumerate(words) if place and (word == "-m" or word[0] != "-"))
+            place = next(index for index, word in enumerate(words) if index > 0 and (word == "-m" or word[0] != "-"))
             seeded = ["-m", "ringtrain.lab.prove.seeded", str(SEED), variant.precision or "float32"]
             words[place:place] = seeded
         return words, variables(for_script)
@@ -176,7 +177,9 @@ class ScriptJob:
         found: dict[str, None] = {}
         for fit in start.fits:
             options = start.outcome(fit).first("options") or {}
-            found |= dict.fromkeys(name for name in options if name in PLAIN and options[name] != PLAIN[name])
+            for name, value in options.items():
+                if name in PLAIN and value != PLAIN[name]:
+                    found[name] = None
         return list(found)
 
     def another(self, num_ranks: int) -> Variant | None:

@@ -122,7 +122,10 @@ def _bytes_of(part: Any) -> bytes:
     array = np.ascontiguousarray(part)
     if array.dtype.kind != "O":
         return array.tobytes()
-    return b"\0".join(one if isinstance(one, bytes) else str(one).encode() for one in array.flat)
+    parts = []
+    for value in array.flat:
+        parts.append(value if isinstance(value, bytes) else str(value).encode())
+    return b"\0".join(parts)
 
 
 def _checksum(variables: Any) -> int:

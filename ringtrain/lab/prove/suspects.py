@@ -97,7 +97,9 @@ def of_script(model: keras.Model, arguments: FitArguments) -> list[Suspect]:
             if not inside and is_in_class:
                 continue  # a class that this job does not use
             innermost = min(inside, key=lambda one: one.end - one.begin, default=None)
-            role, name = (innermost.role, innermost.name) if innermost else ("script", "")
+            role, name = "script", ""
+            if innermost:
+                role, name = innermost.role, innermost.name
             found.append(Suspect(kind, role, name, f"{_short(file)}:{line}", text))
     return found
 
@@ -117,7 +119,9 @@ def _is_own(file: Path) -> bool:
 
 
 def _short(file: Path) -> str:
-    return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
+    if file.is_relative_to(Path.cwd()):
+        return str(file.relative_to(Path.cwd()))
+    return str(file)
 
 
 def _parts(model: Any, arguments: FitArguments) -> Iterator[_Part]:

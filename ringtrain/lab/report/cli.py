@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ringtrain.errors import LaunchError, RunDirectoryError
-from ringtrain.lab.report import benches, curves, html, postmortem, run_folder, runs
+from ringtrain.lab.report import benches, curves, html, postmortem, remote, run_folder, runs, time_use
 from ringtrain.lab.report.charts import number
 from ringtrain.lab.report.html import Note, Section
 from ringtrain.lab.report.run_folder import Run
 from ringtrain.lab.tables import Table
 from ringtrain.monitor import journal, trace
-from ringtrain.options import FILE, Argument
+from ringtrain.options import AT_LEAST_0, FILE, Argument
 
 PAGE = "report.html"
 MAX_EVENTS = 100
-AS_NUMBERS = ("save", "commit", "training")
+AS_NUMBERS = ("save", "commit", "training", "time")
 """journal events that are reported as numbers"""
 
 
@@ -28,7 +28,7 @@ class Options:
     """Options of the command."""
 
     run: Annotated[tuple[str, ...], Argument("RUN", is_positional=True)] = ()
-    """folder of a run (the newest in runs), or a file that bench --out wrote"""
+    """folder of a run (the newest in runs), its URL in a mirror, or a file that bench --out wrote"""
     out: Annotated[str, FILE] = ""
     """write it there (report.html in the first folder)"""
     markdown: bool = False
@@ -37,34 +37,42 @@ class Options:
     """all ranks' journals in one table, with a verdict"""
     timeline: Annotated[str, FILE] = ""
     """merge what the ranks of a run that was killed left"""
+    price: Annotated[float, AT_LEAST_0] = 0.0
+    """of a host for an hour: adds what the run has cost, in the same currency"""
 
 
 def main(options: Options) -> int:
     """Reads runs and files of ringtrain bench, and writes a page about them."""
-    paths = [Path(word) for word in options.run] or [runs.newest()]
+    words = options.run or (str(runs.newest()),)
     for wanted in ("post_mortem", "timeline"):
-        if getattr(options, wanted) and len(paths) != 1:
-            raise LaunchError(f"got {len(paths)} runs, --{wanted.replace('_', '-')} is about one")
-    if options.post_mortem:
-        postmortem.show(paths[0])
-        return 0
-    if options.timeline:
-        num_ranks = trace.merge(paths[0] / trace.PARTS, Path(options.timeline))
-        print(f"{options.timeline}: {num_ranks} ranks; open it in https://ui.perfetto.dev")
-        return 0
+        if getattr(options, wanted) and len(words) != 1:
+            raise LaunchError(f"got {len(words)} runs, --{wanted.replace('_', '-')} is about one")
+    with remote.local(words) as paths:
+        if options.post_mortem:
+            postmortem.show(paths[0])
+        elif options.timeline:
+            num_ranks = trace.merge(paths[0] / trace.PARTS, Path(options.timeline))
+            print(f"{options.timeline}: {num_ranks} ranks; open it in https://ui.perfetto.dev")
+        else:
+            _report(options, paths, of_url=remote.is_url(words[0]))
+    return 0
+
+
+def _report(options: Options, paths: Sequence[Path], of_url: bool) -> None:
+    """Prints or writes a report; of a URL's runs in the current folder, unless --out names another file."""
     read = [run_folder.read(path) for path in paths if path.is_dir() or path.suffix != ".json"]
     measurements = [benches.read(path) for path in paths if not path.is_dir() and path.suffix == ".json"]
     title = ", ".join([*names_of(read), *(["measurements"] if measurements else [])])
-    told = [*(sections(read) if read else []), *measurements]
+    told = [*(sections(read, options.price) if read else []), *measurements]
     if options.markdown:
         print(journal.printable(html.markdown(title, told)), end="")
     if options.out or not options.markdown:
         first = read[0].folder if read else paths[0].parent
-        out = Path(options.out) if options.out else first / PAGE
+        default = Path(PAGE) if of_url else first / PAGE
+        out = Path(options.out) if options.out else default
         _write(out, title, told)
         if not options.markdown:
             print(journal.printable(str(out)))
-    return 0
 
 
 def write_page(folder: Path) -> None:
@@ -86,13 +94,14 @@ def names_of(read: Sequence[Run]) -> list[str]:
     return [run.name if names.count(run.name) == 1 else str(run.folder) for run in read]
 
 
-def sections(read: Sequence[Run]) -> list[Section]:
+def sections(read: Sequence[Run], price: float = 0.0) -> list[Section]:
     """Sections of the page about runs."""
     named = dict(zip(names_of(read), read, strict=True))
     return [
         Section("", [*_missing(named), _numbers(named)]),
         Section("Curves", curves.curves(named)),
         Section("What a step's time goes into", curves.phases(named)),
+        Section("Where the time went", time_use.parts_of(named, price)),
         Section("What happened", _events(named)),
         Section("Configuration", _configuration(named)),
         Section("Versions and hosts", [_versions(named)]),
@@ -111,71 +120,108 @@ def _table(named: Mapping[str, Run], rows: Mapping[str, Callable[[Run], str]]) -
 
 def _numbers(named: Mapping[str, Run]) -> Table:
     """Table of the results."""
-
-    def of(key: str, unit: str = "") -> Callable[[Run], str]:
-        def tell(run: Run) -> str:
-            value = run.summary.get(key)
-            return "" if value is None else f"{number(value)} {unit}".strip()
-
-        return tell
-
-    def last(key: str, run: Run) -> float | None:
-        found = [record[key] for record in run.epochs if record.get(key) is not None]
-        return found[-1] if found else None
-
-    def metric(key: str) -> Callable[[Run], str]:
-        return lambda run: curves.metric(key, last(key, run))
-
-    def best(run: Run) -> str:
-        found = [(r["test_accuracy"], r["epoch"]) for r in run.epochs if r.get("test_accuracy") is not None]
-        value, epoch = max(found, key=lambda one: (one[0], -one[1]), default=(None, 0))
-        return "" if value is None else f"{curves.metric('test_accuracy', value)} (epoch {epoch})"
-
-    def mean_speed(run: Run) -> str:
-        if run.summary.get("images_per_s"):
-            return f"{number(run.summary['images_per_s'])} images/s"
-        found = [r["images_per_s"] for r in run.epochs or run.steps if r.get("images_per_s")]
-        return f"{number(found[-1])} images/s at last" if found else ""
-
-    def saves(run: Run) -> str:
-        kept = run.summary.get("saves") or {}
-        return f"{kept['count']}; training waited {number(kept['stall_s'])} s" if kept else ""
-
-    def state(run: Run) -> str:
-        by = run.summary.get("stopped_by")
-        told = run.verdict[0] if run.verdict else "" if run.summary else "no summary"
-        return f"{told}{f', stopped by {by}' if by else ''}"
-
-    def steps(run: Run) -> str:
-        done = max((r["global_step"] for r in [*run.epochs, *run.steps]), default=0)
-        done = max(done, run.summary.get("global_step") or 0)
-        planned = run.numbers.get("num_steps")
-        return f"{done:,}{f' of {planned:,}' if planned and planned != done else ''}"
-
-    def ranks(run: Run) -> str:
-        known = run.summary.get("num_ranks") or run.numbers.get("num_ranks")
-        hosts = {event.get("host") for event in run.events} - {None}
-        return f"{known} on {len(hosts)} host{'s' if len(hosts) != 1 else ''}" if known and hosts else str(known or "")
-
     metrics = [key for run in named.values() for one in run.epochs[-1:] for key in one if key[:4] in ("test", "val_")]
     return _table(
         named,
         {
-            "state": state,
-            "best test accuracy": best,
-            **{curves.words(key): metric(key) for key in dict.fromkeys([*metrics, "accuracy", "loss"])},
-            "speed, all ranks": mean_speed,
-            "ranks": ranks,
-            "steps": steps,
+            "state": _state,
+            "best test accuracy": _best,
+            **{curves.words(key): _metric(key) for key in dict.fromkeys([*metrics, "accuracy", "loss"])},
+            "speed, all ranks": _mean_speed,
+            "ranks": _ranks,
+            "steps": _steps,
             "global batch": lambda run: str(run.numbers.get("global_batch_size", "")),
-            "training since the last start": of("fit_s", "s"),
-            "of it evaluating": of("evaluate_s", "s"),
-            "checkpoints": saves,
-            "restarts": of("restarts"),
-            "samples left out": lambda run: of("skipped_samples")(run) if run.summary.get("skipped_samples") else "",
-            "ranks' weights": lambda run: f"equal, {run.summary['checksum']}" if run.summary.get("in_sync") else "",
+            "training since the last start": _fact("fit_s", "s"),
+            "of it evaluating": _fact("evaluate_s", "s"),
+            "checkpoints": _saves,
+            "restarts": _fact("restarts"),
+            "samples left out": _samples_left_out,
+            "ranks' weights": _equal_weights,
         },
     )
+
+
+def _fact(key: str, unit: str = "") -> Callable[[Run], str]:
+    """Function for the text of an entry of a run's summary; "" if it has none."""
+
+    def tell(run: Run) -> str:
+        value = run.summary.get(key)
+        return "" if value is None else f"{number(value)} {unit}".strip()
+
+    return tell
+
+
+def _metric(key: str) -> Callable[[Run], str]:
+    """Function for the text of the last value of a metric."""
+
+    def tell(run: Run) -> str:
+        values = [record[key] for record in run.epochs if record.get(key) is not None]
+        return curves.metric(key, values[-1] if values else None)
+
+    return tell
+
+
+def _best(run: Run) -> str:
+    found = [(r["test_accuracy"], r["epoch"]) for r in run.epochs if r.get("test_accuracy") is not None]
+    if not found:
+        return ""
+    value, epoch = max(found, key=lambda one: (one[0], -one[1]))
+    return f"{curves.metric('test_accuracy', value)} (epoch {epoch})"
+
+
+def _mean_speed(run: Run) -> str:
+    if run.summary.get("images_per_s"):
+        return f"{number(run.summary['images_per_s'])} images/s"
+    found = [r["images_per_s"] for r in run.epochs or run.steps if r.get("images_per_s")]
+    return f"{number(found[-1])} images/s at last" if found else ""
+
+
+def _saves(run: Run) -> str:
+    kept = run.summary.get("saves")
+    if not kept:
+        return ""
+    return f"{kept['count']}; training waited {number(kept['stall_s'])} s"
+
+
+def _state(run: Run) -> str:
+    state = ""
+    if run.verdict:
+        state = run.verdict[0]
+    elif not run.summary:
+        state = "no summary"
+    by = run.summary.get("stopped_by")
+    if by:
+        state += f", stopped by {by}"
+    return state
+
+
+def _steps(run: Run) -> str:
+    done = max((r["global_step"] for r in [*run.epochs, *run.steps]), default=0)
+    done = max(done, run.summary.get("global_step") or 0)
+    planned = run.numbers.get("num_steps")
+    if planned and planned != done:
+        return f"{done:,} of {planned:,}"
+    return f"{done:,}"
+
+
+def _ranks(run: Run) -> str:
+    num_ranks = run.summary.get("num_ranks") or run.numbers.get("num_ranks")
+    hosts = {event.get("host") for event in run.events} - {None}
+    if not num_ranks or not hosts:
+        return str(num_ranks or "")
+    return f"{num_ranks} on {len(hosts)} host{'s' if len(hosts) != 1 else ''}"
+
+
+def _samples_left_out(run: Run) -> str:
+    if not run.summary.get("skipped_samples"):
+        return ""
+    return _fact("skipped_samples")(run)
+
+
+def _equal_weights(run: Run) -> str:
+    if not run.summary.get("in_sync"):
+        return ""
+    return f"equal, {run.summary['checksum']}"
 
 
 def _events(named: Mapping[str, Run]) -> list[html.Part]:

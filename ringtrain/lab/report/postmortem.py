@@ -13,7 +13,22 @@ from ringtrain.monitor import journal
 from ringtrain.protocol.failures import CONSEQUENCE
 
 Event = Mapping[str, Any]
-ABOUT = ("time_s", "event", "rank", "size", "host", "process", "run_start", "start_s", "global_step")
+ABOUT = (
+    "time_s",
+    "event",
+    "rank",
+    "size",
+    "host",
+    "process",
+    "run_start",
+    "start_s",
+    "global_step",
+    "begun_s",
+    "restore_s",
+    "spent_s",
+    "of_steps_s",
+)
+"""facts that every event has, and those of its time"""
 MAX_RANKS = 1 << 16
 PLANNED = ("train.max_time_s", "SIGTERM", "SIGINT", "SIGUSR1")
 """causes that stop a run before it is complete"""
@@ -29,7 +44,8 @@ def show(folder: Path) -> None:
     for line in verdict(events):
         tables.console().print(journal.printable(line), highlight=False, markup=False, style="bold")
     rows = []
-    shown = [event for event in events if event["event"] != "save" or not event.get("rank")]  # all ranks save at once
+    shown = [event for event in events if event["event"] != "time"]
+    shown = [event for event in shown if event["event"] != "save" or not event.get("rank")]  # all ranks save at once
     for event in shown:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time_s"]))
         cells = [when, event.get("rank", "?"), event.get("host", "?"), event["event"], in_words(event)]

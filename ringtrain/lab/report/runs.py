@@ -12,11 +12,12 @@ from typing import Annotated, Any
 
 from ringtrain.errors import RunDirectoryError
 from ringtrain.lab import jobs, tables
-from ringtrain.lab.report import curves, postmortem, run_folder
+from ringtrain.lab.report import curves, postmortem, remote, run_folder, time_use
 from ringtrain.lab.report.charts import number
 from ringtrain.lab.report.run_folder import Run
+from ringtrain.monitor import goodput
 from ringtrain.options import Argument
-from ringtrain.run.run_folder import NO_METRICS, is_locked, plain
+from ringtrain.run.run_folder import NO_METRICS, is_leased, is_locked, plain
 
 RUNS = "runs"
 MAX_METRICS = 3
@@ -28,16 +29,24 @@ class Options:
     """Options of the command."""
 
     folder: Annotated[str, Argument("FOLDER", is_positional=True)] = RUNS
-    """folder that holds runs"""
+    """folder that holds runs, or the URL of their mirror"""
     json: bool = False
     """print a list of JSON objects, with all metrics"""
+    prometheus: bool = False
+    """print progress and goodput for Prometheus, e.g. for the textfile collector of its node exporter"""
 
 
 def main(options: Options) -> int:
     """Prints a line per run."""
-    found = [facts(folder) for folder in runs_in(Path(options.folder))]
+    with remote.local([options.folder]) as (parent,):
+        found = [facts(folder) for folder in runs_in(parent)]
+    if remote.is_url(options.folder):
+        for run in found:
+            run["folder"] = f"{options.folder.rstrip('/')}/{run['run']}"
     if options.json:
         print(json.dumps([plain(run) for run in found], indent=1, ensure_ascii=False))
+    elif options.prometheus:
+        print(time_use.prometheus(found), end="")
     elif not found:
         raise RunDirectoryError(f"{options.folder}: holds no runs: give the folder of --run.directory")
     else:
@@ -68,12 +77,13 @@ def facts(folder: Path) -> dict[str, Any]:
     """State, progress, metrics, speed and date of a run; None where they are not known."""
     run = run_folder.read(folder)
     last = run.epochs[-1] if run.epochs else {}
-    is_running = is_locked(folder)
+    is_running = is_locked(folder) or is_leased(folder)
     # While it runs, the summary is that of an earlier start.
     summary: Mapping[str, Any] = {} if is_running else run.summary
     metrics = summary.get("metrics") or {key: last[key] for key in last if key not in NO_METRICS}
     speeds = [one["images_per_s"] for one in [*run.epochs, *run.steps] if one.get("images_per_s")]
     started_s = min((event["time_s"] for event in run.events), default=summary.get("started"))
+    spent = goodput.of(run.events)
     return {
         "run": run.name,
         "folder": str(folder),
@@ -85,6 +95,9 @@ def facts(folder: Path) -> dict[str, Any]:
         "images_per_s": summary.get("images_per_s") or (speeds[-1] if speeds else None),
         "num_ranks": summary.get("num_ranks") or run.numbers.get("num_ranks"),
         "started_s": started_s,
+        "starts": len(spent.attempts) if spent else None,
+        "goodput": spent.share if spent else None,
+        "seconds": spent.seconds if spent else {},
     }
 
 
@@ -99,24 +112,28 @@ def table(found: Sequence[Mapping[str, Any]]) -> tables.Table:
     # First the metrics that most runs have, of these the ones on test data, of these the ones besides the loss.
     count = Counter(key for run in found for key in run["metrics"])
     columns = sorted(count, key=lambda key: (-count[key], not key.startswith(("test_", "val_")), "loss" in key))
-    rows = []
-    for run in found:
-        values = [run["metrics"].get(key) for key in columns[:MAX_METRICS]]
-        steps, planned, speed = run["global_step"], run["num_steps"], run["images_per_s"]
-        rows.append(
-            [
-                run["run"],
-                run["state"] + (f" by {run['stopped_by']}" if run["state"] == "stopped" and run["stopped_by"] else ""),
-                f"{steps:,}{f' of {planned:,}' if planned and planned != steps else ''}",
-                *(
-                    "" if value is None else curves.metric(key, value)
-                    for key, value in zip(columns[:MAX_METRICS], values, strict=True)
-                ),
-                f"{number(speed)} images/s" if speed else "",
-                str(run["num_ranks"] or ""),
-                time.strftime("%Y-%m-%d %H:%M", time.localtime(run["started_s"])) if run["started_s"] else "",
-            ]
-        )
-    return tables.Table(
-        ["run", "state", "steps", *map(curves.words, columns[:MAX_METRICS]), "speed", "ranks", "started"], rows
-    )
+    columns = columns[:MAX_METRICS]
+    rows = [_row(run, columns) for run in found]
+    head = ["run", "state", "steps", *map(curves.words, columns), "speed", "goodput", "ranks", "started"]
+    return tables.Table(head, rows)
+
+
+def _row(run: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
+    """Cells of a run. columns: its metrics that are shown."""
+    state, steps, speed, goodput_share = run["state"], f"{run['global_step']:,}", "", ""
+    if state == "stopped" and run["stopped_by"]:
+        state += f" by {run['stopped_by']}"
+    if run["num_steps"] and run["num_steps"] != run["global_step"]:
+        steps += f" of {run['num_steps']:,}"
+    metrics = []
+    for key in columns:
+        value = run["metrics"].get(key)
+        metrics.append("" if value is None else curves.metric(key, value))
+    if run["images_per_s"]:
+        speed = f"{number(run['images_per_s'])} images/s"
+    if run["goodput"] is not None:
+        goodput_share = f"{run['goodput']:.0%}"
+    started = ""
+    if run["started_s"]:
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["started_s"]))
+    return [run["run"], state, steps, *metrics, speed, goodput_share, str(run["num_ranks"] or ""), started]

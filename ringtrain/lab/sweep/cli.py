@@ -152,8 +152,9 @@ def scales_rate(base: Config, found: space.Space) -> str:
     scaling = base.optimizer.learning_rate_scaling
     if not batches or scaling == "none" or "optimizer.learning_rate_scaling" in found:
         return ""
+    verb = "changes" if len(batches) == 1 else "change"
     return (
-        f"{' and '.join(batches)} also change{'s' if len(batches) == 1 else ''} the learning rate"
+        f"{' and '.join(batches)} also {verb} the learning rate"
         f" (optimizer.learning_rate_scaling {scaling}), see the column trained rate; to keep the rate, add"
         " --optimizer.learning-rate-scaling none after --"
     )
@@ -168,7 +169,8 @@ def refuse(launch: LaunchOptions) -> None:
         "oversubscribe": "trials take the slots that there are",
     }.items():
         if getattr(launch, name):
-            raise LaunchError(f"got {'-' if name == 'np' else '--'}{name}: {why}: leave it out")
+            option = "-np" if name == "np" else f"--{name}"
+            raise LaunchError(f"got {option}: {why}: leave it out")
     if launch.bind != "none":
         raise LaunchError("got --bind core: each trial would bind its ranks to a host's first cores: leave it out")
     if launch.launcher not in ("mpirun", "horovodrun", "horovodrun-gloo"):
@@ -218,10 +220,13 @@ def conclude(
     stats.write(folder / "results.json", "sweep", told, results)
     if not best:
         reasons = sorted({str(one.facts.get("reason")) for one in trials if one.state == "failed"})
-        raise LaunchError(f"none of {len(trials)} trials completed; e.g.: {reasons[0] if reasons else 'all pruned'}")
+        reason = reasons[0] if reasons else "all pruned"
+        raise LaunchError(f"none of {len(trials)} trials completed; e.g.: {reason}")
     launch = job.write_best(folder, best[0], len(trials), options.ranks_per_trial)
     pictures = progress.draw(folder, trials, monitor, study.minimize, found)
-    runs = [str(run) for one in best for run in job.runs(folder / f"trial-{one.number:04d}")[-1:]]
+    runs = []
+    for one in best:
+        runs += [str(run) for run in job.runs(folder / f"trial-{one.number:04d}")[-1:]]
     if speed["over_ideal"]:
         print(
             f"{speed['trials']} trials in {speed['wall_s']:.1f} s: {speed['over_ideal']:.3f} of the"

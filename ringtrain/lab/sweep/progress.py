@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringtrain.lab import plots
 from ringtrain.lab.sweep.space import Range, Space
-from ringtrain.lab.tables import Table
+from ringtrain.lab.tables import Table, counted
 
 if TYPE_CHECKING:
     from ringtrain.lab.sweep.runner import Running
@@ -55,7 +55,7 @@ class Shown:
     def ended(self, one: Trial) -> None:
         """Reports the result of a trial."""
         how = {"complete": f"{self.monitor} {number(one.value)}", "failed": str(one.facts.get("reason"))}
-        after = f" after {one.epochs} epoch{'s' if one.epochs != 1 else ''}" if one.epochs else ""
+        after = f" after {counted(one.epochs, 'epoch')}" if one.epochs else ""
         seconds = f", {one.facts['seconds']:.1f} s" if "seconds" in one.facts else ""
         self.say(f"trial {one.number} {one.state}{after}{seconds}: {how.get(one.state) or in_words(one.values)}")
 
@@ -68,10 +68,8 @@ class Shown:
 
         self.drawn_s = time.monotonic()
         trials, best = self.study.trials(), self.study.best()[:BEST]
-        counts = ", ".join(
-            f"{sum(one.state == state for one in trials)} {state}"
-            for state in ("running", "complete", "pruned", "failed")
-        )
+        states = [one.state for one in trials]
+        counts = ", ".join(f"{states.count(state)} {state}" for state in ("running", "complete", "pruned", "failed"))
         table = RichTable(
             "trial", "", self.monitor, "epochs", "s", "values", title=f"{counts}, of {self.most}", box=None
         )
@@ -94,7 +92,11 @@ def number(value: Any) -> str:
     """Formats a value with few characters."""
     if isinstance(value, float):
         return f"{value:.5g}"
-    return "" if value is None else json.dumps(value) if isinstance(value, tuple | list) else str(value)
+    if value is None:
+        return ""
+    if isinstance(value, tuple | list):
+        return json.dumps(value)
+    return str(value)
 
 
 def show(trials: Sequence[Trial], best: Sequence[Trial], monitor: str, options: Sequence[str]) -> None:
@@ -131,9 +133,14 @@ def draw(folder: Path, trials: Sequence[Trial], monitor: str, minimize: bool, sp
         if isinstance(one, Range) and one.log:
             axes.set_xscale("log")
         for state, mark in (("complete", "o"), ("pruned", "x")):
-            shown = [each for each in known if each.state == state and (not one or name in each.values)]
-            at = [each.values[name] if one else each.number for each in shown]
-            places = [texts[number(value)] for value in at] if texts else at
+            shown = [trial for trial in known if trial.state == state]
+            if one:
+                shown = [trial for trial in shown if name in trial.values]
+                places = [trial.values[name] for trial in shown]
+            else:
+                places = [trial.number for trial in shown]
+            if texts:
+                places = [texts[number(value)] for value in places]
             axes.plot(places, [each.value for each in shown], mark, label=f"{state} ({len(shown)})")
         if not one:
             pick = min if minimize else max

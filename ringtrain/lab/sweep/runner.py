@@ -119,7 +119,10 @@ class Sweep:
 
     def _begin_another(self) -> bool:
         """Starts a trial on each free set of slots; False if there are no more trials to start."""
-        while not self.no_more and (place := jobs.allot(self.free, self.num_ranks)):
+        while not self.no_more:
+            place = jobs.allot(self.free, self.num_ranks)
+            if not place:
+                break
             trial = self.waiting.pop(0) if self.waiting else self.study.next(self.most)
             if trial is None:
                 self.no_more = True
@@ -189,7 +192,8 @@ class Sweep:
             if epoch <= one.epoch:
                 continue
             one.epoch = epoch
-            enough = self.study.report(one.trial, epoch, math.nan if value is None else value)
+            reported = math.nan if value is None else value
+            enough = self.study.report(one.trial, epoch, reported)
             if enough and not one.stopped_at and one.process and epoch < self.job.num_epochs(one.values):
                 one.stopped_at = epoch
                 one.trial.set_user_attr("stopped_at", epoch)
@@ -203,7 +207,8 @@ class Sweep:
         for host, taken in one.place.items():
             self.free[host] |= {*taken}
         if (code < 0 or code in ASKED_TO_STOP) and not one.stopped_at:
-            time.sleep(0 if self.stopped_by else SETTLE_S)
+            if not self.stopped_by:
+                time.sleep(SETTLE_S)
             if self.stopped_by:
                 return  # resumed when the sweep is
         self._judge(one, code)

@@ -63,8 +63,10 @@ class Range:
         if not step:
             return None
         count = math.floor((self.high - self.low) / step + 1e-9) + 1
-        numbers = (self.low + place * step for place in range(count))
-        return tuple(numbers) if self.whole else tuple(float(f"{one:.12g}") for one in numbers)
+        numbers = [self.low + index * step for index in range(count)]
+        if self.whole:
+            return tuple(numbers)
+        return tuple(float(f"{number:.12g}") for number in numbers)
 
 
 Space = Mapping[str, Choice | Range]
@@ -91,7 +93,10 @@ def read(path: Path, for_script: bool = False) -> Space:
         if option in found:
             raise ConfigError(f"{path}: {key}: stands there twice")
         kind = _kind_of(path, option, value) if is_own else types[option]
-        found[option] = (_choice if isinstance(value, list) else _range)(path, option, value, kind)
+        if isinstance(value, list):
+            found[option] = _choice(path, option, value, kind)
+        else:
+            found[option] = _range(path, option, value, kind)
     if not found:
         raise ConfigError(f'{path}: got no option, expected e.g. "optimizer.learning-rate" = [0.001, 0.01]')
     return found
@@ -111,9 +116,11 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _kind_of(path: Path, name: str, value: Any) -> type:
     """Type of a script's own values, which are text, numbers, or true and false."""
-    numbers = [number for key, number in value.items() if key != "log"] if isinstance(value, dict) else value
-    if not isinstance(numbers, list):
-        numbers = [numbers]
+    numbers = [value]
+    if isinstance(value, dict):
+        numbers = [number for key, number in value.items() if key != "log"]
+    elif isinstance(value, list):
+        numbers = value
     kinds = {type(number) for number in numbers}
     if not kinds - {int, float}:
         return float if float in kinds else int
@@ -124,15 +131,15 @@ def _kind_of(path: Path, name: str, value: Any) -> type:
 
 def grid(path: Path, space: Space) -> list[dict[str, Any]]:
     """All combinations, the last option changing fastest."""
-    points = {option: one.points() for option, one in space.items()}
-    for option, own in points.items():
-        if own is None:
+    points: dict[str, tuple[Any, ...]] = {}
+    for option, one in space.items():
+        values = one.points()
+        if values is None:
             raise ConfigError(
                 f"{path}: {option}: a grid needs a step in this range, or a list; or take --sampler random or tpe"
             )
-    return [
-        dict(zip(points, values, strict=True)) for values in itertools.product(*(own or () for own in points.values()))
-    ]
+        points[option] = values
+    return [dict(zip(points, values, strict=True)) for values in itertools.product(*points.values())]
 
 
 def _choice(path: Path, option: str, values: list[Any], kind: Any) -> Choice:
@@ -161,9 +168,10 @@ def _range(path: Path, option: str, table: Any, kind: Any) -> Range:
     for key in ("low", "high"):
         if key not in table:
             raise ConfigError(f"{path}: {option}: got a range without {key}, expected low and high")
-    own = {
-        key: checked(path, f"{option}, {key}", value, bool if key == "log" else kind) for key, value in table.items()
-    }
+    own = {}
+    for key, value in table.items():
+        kind_of_key = bool if key == "log" else kind
+        own[key] = checked(path, f"{option}, {key}", value, kind_of_key)
     _keep_rule(path, option, own["low"])
     _keep_rule(path, option, own["high"])
     found = Range(**own)

@@ -63,22 +63,22 @@ class Study:
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         self.optuna, self.space, self.points, self.is_grid = optuna, space, points, sampler == "grid"
         self.minimize = minimize
-        asha = optuna.pruners.SuccessiveHalvingPruner(min_resource=FIRST_RUNG_EPOCHS, reduction_factor=ONE_OF)
+        pruner: Any = optuna.pruners.NopPruner()
+        if prune == "asha":
+            pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=FIRST_RUNG_EPOCHS, reduction_factor=ONE_OF)
         self.study = optuna.create_study(
             study_name="sweep",
             storage=f"sqlite:///{(folder / FILE).absolute()}",
             direction="minimize" if minimize else "maximize",
-            pruner=asha if prune == "asha" else optuna.pruners.NopPruner(),
+            pruner=pruner,
             load_if_exists=True,
         )
         # A sampler that is created again must not repeat earlier draws.
         own_seed = (seed + 1_000_003 * len(self._all())) % 2**32
-        samplers = optuna.samplers
-        self.study.sampler = (
-            samplers.TPESampler(seed=own_seed, constant_liar=True)
-            if sampler == "tpe"
-            else samplers.RandomSampler(seed=own_seed)
-        )
+        if sampler == "tpe":
+            self.study.sampler = optuna.samplers.TPESampler(seed=own_seed, constant_liar=True)
+        else:
+            self.study.sampler = optuna.samplers.RandomSampler(seed=own_seed)
 
     def _all(self) -> list[Any]:
         return self.study.get_trials(deepcopy=False)

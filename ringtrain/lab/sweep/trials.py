@@ -76,7 +76,12 @@ class ConfiguredTrials:
         return {option: value_of(self.base, option) for option in option_types() if not option.startswith("run.")}
 
     def start(self, folder: Path, starts: Path, values: Mapping[str, Any]) -> Start:
-        own = {"run.name": folder.name, "run.directory": str(folder.parent), "run.resume": "auto"}
+        own = {
+            "run.name": folder.name,
+            "run.directory": str(folder.parent),
+            "run.resume": "auto",
+            "run.mirror": "",
+        }
         config = with_values(self.base, {**values, **own})
         if folder.exists() and not (folder / "config.toml").exists():
             shutil.rmtree(folder)  # an earlier attempt ended after creating it

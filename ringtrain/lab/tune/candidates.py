@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringtrain.config import Config, with_values
+from ringtrain.config import Config, changed_options, with_values
 from ringtrain.errors import ConfigError, LaunchError
 from ringtrain.lab import stats
+from ringtrain.protocol.cores import THREADS
 from ringtrain.protocol.env import YIELDING
 
-LEVERS = ("controller", "yielding", "threads", "groups", "update", "fusion", "hierarchical", "compression")
+LEVERS = ("ranks", "controller", "yielding", "threads", "groups", "update", "fusion", "hierarchical", "compression")
 WITHIN_A_START = ("hvd.groups", "hvd.compression", "hvd.local_steps", "optimizer.jit")
 FEWER_BYTES = ({"hvd.compression": "fp16"}, {"hvd.compression": "powersgd:4"}, {"hvd.local_steps": 8})
-THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
-"""variables with the threads of a script's rank, which TensorFlow reads when it starts"""
+OF_RANKS = ("hvd.op", "hvd.local_steps", "train.virtual_ranks")
+"""options with which fewer ranks train by another algorithm, or have batches of another kind"""
 FUSED = ("sgd",)
 """optimizers whose update is one kernel without XLA"""
+OF_ONE_RANK = ("threads", "update")
+"""levers of a job with one rank, which sends no gradients"""
 HIERARCHICAL = "HOROVOD_HIERARCHICAL_ALLREDUCE"
 OWN_TURNS = 3  # where each measurement is a separate start
 TURNS_WITHIN = 5
@@ -42,28 +45,45 @@ class Choice:
     """environment variables of the ranks"""
     launcher: str = ""
     """of ringtrain launch; "": from the command line"""
+    ranks: int = 0
+    """number of them; 0: from the command line"""
 
     def over(self, other: Choice) -> Choice:
         """Applies these changes on top of another choice."""
         return Choice(
-            {**other.options, **self.options}, {**other.environ, **self.environ}, self.launcher or other.launcher
+            {**other.options, **self.options},
+            {**other.environ, **self.environ},
+            self.launcher or other.launcher,
+            self.ranks or other.ranks,
         )
 
     @property
     def needs_start(self) -> bool:
         """Whether comparing it needs separate starts."""
-        return bool(self.launcher or self.environ or set(self.options) - {*WITHIN_A_START})
+        return bool(self.ranks or self.launcher or self.environ or set(self.options) - {*WITHIN_A_START})
 
     def text(self) -> str:
         """Formats as e.g. "hvd.groups=4"."""
         environ = {name: value for name, value in self.environ.items() if name not in THREADS[1:]}
         told = [f"{name}={value}" for name, value in {**self.options, **environ}.items()]
-        return " ".join([*([f"--launcher {self.launcher}"] if self.launcher else []), *told]) or "as it was"
+        return " ".join([*self.launch_words(), *told]) or "as it was"
+
+    def launch_words(self) -> list[str]:
+        """Arguments for ringtrain launch."""
+        words = []
+        if self.ranks:
+            words += ["-np", str(self.ranks)]
+        if self.launcher:
+            words += ["--launcher", self.launcher]
+        return words
 
     def words(self) -> list[str]:
         """Arguments for ringtrain.train."""
-        words = {f"--{name.replace('_', '-')}": value for name, value in self.options.items()}
-        return [word if value is True else f"{word}={value}" for word, value in words.items()]
+        words = []
+        for name, value in self.options.items():
+            word = f"--{name.replace('_', '-')}"
+            words.append(word if value is True else f"{word}={value}")
+        return words
 
 
 @dataclass(frozen=True)
@@ -78,6 +98,10 @@ class Facts:
     nccl: bool
     yields: bool | None
     """whether waiting ranks of Open MPI yield their cores; None: not Open MPI"""
+
+    @property
+    def has_several_hosts(self) -> bool:
+        return self.num_ranks > self.ranks_per_host
 
 
 @dataclass(frozen=True)
@@ -124,8 +148,10 @@ def best_point(log: Path) -> dict[str, float]:
     if log.exists():
         head, *rows = [line.split(",") for line in log.read_text(encoding="utf-8").splitlines()]
         points = [dict(zip(head, map(float, row), strict=True)) for row in rows]
-    best = max(points, key=lambda point: point["score"], default={})
-    return {"fusion_mb": best["tensor_fusion_threshold"], "cycle_time_ms": best["cycle_time_ms"]} if best else {}
+    if not points:
+        return {}
+    best = max(points, key=lambda point: point["score"])
+    return {"fusion_mb": best["tensor_fusion_threshold"], "cycle_time_ms": best["cycle_time_ms"]}
 
 
 class BudgetOver(Exception):
@@ -136,42 +162,117 @@ def next_lever(
     name: str, facts: Facts, config: Config, launcher: str, allow_compression: bool, is_script: bool = False
 ) -> Lever:
     """Candidates worth trying for a tuning parameter, one of order()."""
-    several_hosts = facts.num_ranks > facts.ranks_per_host
-    fixed = config.hvd.deterministic or config.hvd.op == "adasum"
+    if facts.num_ranks == 1 and name not in OF_ONE_RANK:
+        return Lever(name, ())
+    if name == "ranks":
+        return Lever(name, _fewer_ranks(facts, config, is_script))
     if name == "controller":
-        others = {"mpirun": "horovodrun-gloo", "horovodrun": "horovodrun-gloo", "horovodrun-gloo": "mpirun"}
-        other = "" if config.hvd.op == "adasum" else others.get(launcher, "")
-        return Lever(name, (Choice(launcher=other),) if other else ())
+        return Lever(name, _other_launcher(config, launcher))
     if name == "yielding":
-        turned = {True: "0", False: "1", None: None}[facts.yields]
-        return Lever(name, (Choice(environ={YIELDING: turned}),) if turned else ())
-    if name == "threads" and is_script:
-        few = {1, facts.threads // facts.ranks_per_host, facts.threads // 2} - {0, facts.threads}
-        candidates = tuple(Choice(environ=dict.fromkeys(THREADS, str(n))) for n in sorted(few))
-        return Lever(name, candidates if facts.threads else ())
+        return Lever(name, _other_yielding(facts))
     if name == "threads":
-        numbers = {1, facts.threads // 2, facts.threads * 2} - {0, facts.threads}
-        return Lever(name, tuple(Choice({"device.threads": n}) for n in sorted(numbers)) if facts.threads else ())
+        return Lever(name, _other_threads(facts, is_script))
     if name == "groups":
-        numbers = {n for n in (1, 2, 4, 8) if n < facts.num_gradients} - {config.hvd.groups}
-        choices = tuple(Choice({"hvd.groups": n}) for n in sorted(numbers) if _is_valid(config, {"hvd.groups": n}))
-        return Lever(name, () if fixed else choices)
+        return Lever(name, _groups(facts, config))
     if name == "update":
-        is_fused = config.optimizer.name.lower() in FUSED
-        useful = not is_fused and not config.optimizer.jit and config.strategy.name == "ring"
-        return Lever(name, (Choice({"optimizer.jit": True}),) if useful else ())
+        return Lever(name, _compiled_update(config))
     if name == "fusion":
-        smaller = () if fixed or config.hvd.fusion_mb == 1 else (Choice({"hvd.fusion_mb": 1.0}),)
-        return Lever(name, (*smaller, Choice({"hvd.cycle_time_ms": 5.0})), autotuned=not config.hvd.deterministic)
+        return Lever(name, _fusion(config), autotuned=not config.hvd.deterministic)
     if name == "hierarchical":
-        # Horovod 0.28.1 has it for NCCL only: its CPU operations never read the setting.
-        useful = facts.nccl and not facts.threads and several_hosts and facts.ranks_per_host > 1
-        return Lever(name, (Choice(environ={HIERARCHICAL: "1"}),) if useful else ())
+        return Lever(name, _hierarchical(facts))
     if name == "compression":
-        tried = config.hvd.compression == "none" and config.hvd.local_steps == 1
-        choices = tuple(Choice(options) for options in FEWER_BYTES if tried and _is_valid(config, options))
-        return Lever(name, choices, keep=allow_compression)
+        return Lever(name, _fewer_bytes(config), keep=allow_compression)
     raise KeyError(name)
+
+
+def _fewer_ranks(facts: Facts, config: Config, is_script: bool) -> tuple[Choice, ...]:
+    if not facts.threads or facts.has_several_hosts or config.strategy.name != "ring":
+        return ()
+    changed = changed_options(config)
+    if any(option in changed for option in OF_RANKS):
+        return ()
+    choices = []
+    for number in sorted({1, facts.num_ranks // 2}):
+        if number < facts.num_ranks and facts.num_ranks % number == 0:
+            choices.append(_on_ranks(number, facts.num_ranks, config, is_script))
+    return tuple(choices)
+
+
+def _other_launcher(config: Config, launcher: str) -> tuple[Choice, ...]:
+    others = {"mpirun": "horovodrun-gloo", "horovodrun": "horovodrun-gloo", "horovodrun-gloo": "mpirun"}
+    if config.hvd.op == "adasum" or launcher not in others:
+        return ()
+    return (Choice(launcher=others[launcher]),)
+
+
+def _other_yielding(facts: Facts) -> tuple[Choice, ...]:
+    if facts.yields is None:
+        return ()
+    turned = "0" if facts.yields else "1"
+    return (Choice(environ={YIELDING: turned}),)
+
+
+def _other_threads(facts: Facts, is_script: bool) -> tuple[Choice, ...]:
+    if not facts.threads:
+        return ()
+    counts = {1, facts.threads // 2, facts.threads * 2} - {0, facts.threads}
+    if is_script:
+        return tuple(Choice(environ=dict.fromkeys(THREADS, str(n))) for n in sorted(counts))
+    return tuple(Choice({"device.threads": n}) for n in sorted(counts))
+
+
+def _groups(facts: Facts, config: Config) -> tuple[Choice, ...]:
+    if _is_fixed(config):
+        return ()
+    choices = []
+    for number in (1, 2, 4, 8):
+        options = {"hvd.groups": number}
+        is_other = number < facts.num_gradients and number != config.hvd.groups
+        if is_other and _is_valid(config, options):
+            choices.append(Choice(options))
+    return tuple(choices)
+
+
+def _compiled_update(config: Config) -> tuple[Choice, ...]:
+    is_fused = config.optimizer.name.lower() in FUSED
+    if is_fused or config.optimizer.jit or config.strategy.name != "ring":
+        return ()
+    return (Choice({"optimizer.jit": True}),)
+
+
+def _fusion(config: Config) -> tuple[Choice, ...]:
+    slower_cycle = Choice({"hvd.cycle_time_ms": 5.0})
+    if _is_fixed(config) or config.hvd.fusion_mb == 1:
+        return (slower_cycle,)
+    return (Choice({"hvd.fusion_mb": 1.0}), slower_cycle)
+
+
+def _hierarchical(facts: Facts) -> tuple[Choice, ...]:
+    # Horovod 0.28.1 has it for NCCL only: its CPU operations never read the setting.
+    if facts.nccl and not facts.threads and facts.has_several_hosts and facts.ranks_per_host > 1:
+        return (Choice(environ={HIERARCHICAL: "1"}),)
+    return ()
+
+
+def _fewer_bytes(config: Config) -> tuple[Choice, ...]:
+    if config.hvd.compression != "none" or config.hvd.local_steps != 1:
+        return ()
+    return tuple(Choice(options) for options in FEWER_BYTES if _is_valid(config, options))
+
+
+def _is_fixed(config: Config) -> bool:
+    """True if the sums would depend on how gradients are grouped."""
+    return config.hvd.deterministic or config.hvd.op == "adasum"
+
+
+def _on_ranks(number: int, before: int, config: Config, is_script: bool) -> Choice:
+    """Fewer ranks with the same batch, and together with the same number of threads."""
+    options = {}
+    if config.device.threads:
+        options["device.threads"] = config.device.threads * before // number
+    if not is_script:  # whose batch is that of all ranks
+        options["train.batch_size"] = config.train.batch_size * before // number
+    return Choice(options, ranks=number)
 
 
 def _is_valid(config: Config, options: Mapping[str, Any]) -> bool:
@@ -184,12 +285,13 @@ def _is_valid(config: Config, options: Mapping[str, Any]) -> bool:
 
 def order(facts: Facts, allow_compression: bool) -> list[str]:
     """Tuning parameters, the largest expected gain first: bytes matter between hosts, cores on one host."""
-    if facts.num_ranks > facts.ranks_per_host:
+    if facts.has_several_hosts:
         names = ["controller", "hierarchical", "groups", "fusion", "threads", "update", "yielding"]
     else:
-        names = ["groups", "update", "threads", "controller", "fusion", "yielding"]
-    first = allow_compression and facts.num_ranks > facts.ranks_per_host
-    return ["compression", *names] if first else [*names, "compression"]
+        names = ["ranks", "groups", "update", "threads", "controller", "fusion", "yielding"]
+    if allow_compression and facts.has_several_hosts:
+        return ["compression", *names]
+    return [*names, "compression"]
 
 
 def is_better(ratios: Sequence[float]) -> bool:
@@ -236,12 +338,14 @@ def compare(lever: Lever, best: Choice, run: Run, needs_starts: bool = False) ->
                 own_s, *others = run(best, variants, TURNS_WITHIN)
             except BudgetOver:
                 own_s, *others = run(best, variants, OWN_TURNS)
-            ratios = [[b / a for a, b in zip(own_s, other, strict=True)] for other in others]
+            ratios = []
+            for other_s in others:
+                ratios.append([b / a for a, b in zip(own_s, other_s, strict=True)])
     except BudgetOver:
         pass  # the measurements so far count
     except LaunchError as error:
         failed |= dict.fromkeys(range(len(candidates)), f"failed: {error}")
-    better = [number for number, found in enumerate(ratios) if number not in failed and is_better(found)]
+    better = _better(ratios, failed)
     winner = max(better, key=lambda number: stats.Spread.of(ratios[number]).median, default=-1)
     outcomes = []
     for number, (choice, found) in enumerate(zip(candidates, ratios, strict=True)):
@@ -252,3 +356,12 @@ def compare(lever: Lever, best: Choice, run: Run, needs_starts: bool = False) ->
             verdict = UNDECIDED
         outcomes.append(Outcome(lever.name, choice, tuple(found), failed.get(number, verdict)))
     return outcomes
+
+
+def _better(ratios: Sequence[Sequence[float]], failed: Collection[int]) -> list[int]:
+    """Numbers of the candidates that are certainly faster."""
+    found = []
+    for number, of_candidate in enumerate(ratios):
+        if number not in failed and is_better(of_candidate):
+            found.append(number)
+    return found

@@ -14,7 +14,7 @@ import math
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +28,7 @@ from ringtrain.lab.tables import Table
 from ringtrain.lab.tune.candidates import (
     AUTOTUNE,
     LEVERS,
+    OF_RANKS,
     UNDECIDED,
     BudgetOver,
     Choice,
@@ -114,12 +115,12 @@ class Trials:
         block_s = BLOCK_WITHIN_S if several else BLOCK_S
         # A start's own time includes one block of one variant; on slow links a block is as long as its fewest steps.
         each_s = GRAPH_S + SHORTEST_BLOCK_STEPS * self.step_s + turns * max(block_s, SHORTEST_BLOCK_STEPS * self.step_s)
-        results = self._start(
-            choice,
-            ", ".join(variant.text() for variant in variants) if several else choice.text(),
-            Trial([variant.words() for variant in variants], 0, turns, block_s),
-            len(variants) * each_s if several else 0.0,
-        )
+        shown, extra_s = choice.text(), 0.0
+        if several:
+            shown = ", ".join(variant.text() for variant in variants)
+            extra_s = len(variants) * each_s
+        trial = Trial([variant.words() for variant in variants], 0, turns, block_s)
+        results = self._start(choice, shown, trial, extra_s)
         self.step_s = results["step_s"]
         return results["images_per_s"]
 
@@ -128,7 +129,9 @@ class Trials:
         free = Choice({"hvd.fusion_mb": -1, "hvd.cycle_time_ms": -1}).over(best)
         trial = Trial([[]], 0, autotune_s=AUTOTUNE_S)
         found = self._start(free, "Horovod's autotuner", trial, 1.5 * AUTOTUNE_S)["autotuned"]
-        return Choice({f"hvd.{name}": round(value, 2) for name, value in found.items()}) if found else None
+        if not found:
+            return None
+        return Choice({f"hvd.{name}": round(value, 2) for name, value in found.items()})
 
     def _start(self, choice: Choice, shown: str, trial: Trial, extra_s: float) -> dict[str, Any]:
         ended = self.budget.start(extra_s)
@@ -149,7 +152,7 @@ class Trials:
     def _measured(self, choice: Choice, trial: Trial) -> dict[str, Any]:
         """Results of one start; see measure.trial."""
         words = [*self.train_args, *choice.words()]
-        results: dict[str, Any] = self.call(on_ranks, trial, words, 0, choice.environ, choice.launcher)
+        results: dict[str, Any] = self.call(on_ranks, trial, words, choice.ranks, choice.environ, choice.launcher)
         return results
 
     def config(self, best: Choice) -> Config:
@@ -166,6 +169,7 @@ class ScriptTrials(Trials):
         super().__init__(lambda *_: None, (), budget, say)
         self.start, self.job = start, job
         self.optimizer = "adam"
+        self.rows_per_step = 0
 
     def _measured(self, choice: Choice, trial: Trial) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="ringtrain-tune-") as folder:
@@ -176,6 +180,7 @@ class ScriptTrials(Trials):
             results = measured.measure(
                 self.start,
                 self.job,
+                num_ranks=choice.ranks,
                 options=choice.options,
                 environ=environ,
                 launcher=choice.launcher,
@@ -185,8 +190,19 @@ class ScriptTrials(Trials):
                 seconds=trial.autotune_s,
             )
             self.optimizer = results["optimizer"]
+            if choice.ranks:
+                self._check_ranks(results)
+            self.rows_per_step = results["rows_per_step"]
             speed = stats.Spread.of(results["rows_per_s"]).median
             return {**results, "images_per_s": [[speed]], "autotuned": best_point(log)}
+
+    def _check_ranks(self, results: Mapping[str, Any]) -> None:
+        """Raises LaunchError if fewer ranks train something else."""
+        rows, found = results["rows_per_step"], [name for name in OF_RANKS if name in results["options"]]
+        if found:
+            raise LaunchError(f"with {found[0]}, fewer ranks train by another algorithm")
+        if rows != self.rows_per_step:
+            raise LaunchError(f"a step has {rows} rows in place of {self.rows_per_step}: batches are those of a rank")
 
     def config(self, best: Choice) -> Config:
         return with_values(Config(), {"optimizer.name": self.optimizer, **best.options})
@@ -200,13 +216,19 @@ def on_ranks(options: Trial, train_args: Sequence[str]) -> dict[str, Any]:
 
 
 def search(
-    trials: Trials, allow_compression: bool, launcher: str, say: Callable[[Outcome], None], only: Sequence[str] = ()
+    trials: Trials,
+    allow_compression: bool,
+    launcher: str,
+    say: Callable[[Outcome], None],
+    only: Sequence[str] = (),
+    without: Sequence[str] = (),
 ) -> Choice:
     """Tries each tuning parameter and returns the best choice.
 
     Args:
         say: Called with the outcome of every candidate.
         only: Tuning parameters to try; empty: all.
+        without: Tuning parameters that are not tried.
     """
     best, budget = Choice(), trials.budget
     has_measured, undecided = False, 0
@@ -216,7 +238,7 @@ def search(
         raise LaunchError(f"not one start ended in {budget.seconds:g} s: give a larger --budget") from None
     facts = trials.facts[best.text()]
     for name in order(facts, allow_compression):
-        if only and name not in only:
+        if (only and name not in only) or name in without:
             continue
         facts = trials.facts.get(best.text(), facts)  # variants within one start share its facts
         config, used = trials.config(best), best.launcher or launcher
@@ -226,9 +248,11 @@ def search(
                 found = trials.autotuned(best)
             except (BudgetOver, LaunchError):
                 found = None
-            lever = dataclasses.replace(lever, candidates=(*lever.candidates, *([found] if found else [])))
-        outcomes = compare(lever, best, trials.run, trials.needs_starts) if lever.candidates else []
-        for outcome in outcomes:
+            if found is not None:
+                lever = dataclasses.replace(lever, candidates=(*lever.candidates, found))
+        if not lever.candidates:
+            continue
+        for outcome in compare(lever, best, trials.run, trials.needs_starts):
             say(outcome)
             has_measured |= bool(outcome.ratios)
             undecided += outcome.verdict == UNDECIDED
@@ -252,25 +276,22 @@ def toml(best: Choice, told: Sequence[str], line: str, outcomes: Sequence[Outcom
 
 def rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """Tuning parameter, candidate, ratio, rounds and result of each outcome."""
-    return [
-        [
-            one.lever,
-            one.choice.text(),
-            stats.Spread.of(one.ratios).text(".3f") if one.ratios else "",
-            str(len(one.ratios)),
-            " ".join(one.verdict.split()),
-        ]
-        for one in outcomes
-    ]
+    found = []
+    for one in outcomes:
+        ratio = stats.Spread.of(one.ratios).text(".3f") if one.ratios else ""
+        verdict = " ".join(one.verdict.split())
+        found.append([one.lever, one.choice.text(), ratio, str(len(one.ratios)), verdict])
+    return found
 
 
 def launch_line(best: Choice, words: Sequence[str], told: Sequence[str]) -> str:
     """Formats the command that trains with the best choice; `words` are the given options of ringtrain launch."""
     exported = [f"{name}={shlex.quote(value)}" for name, value in best.environ.items()]
-    launcher = ["--launcher", best.launcher] if best.launcher else []
-    forwarded = [word for name in best.environ for word in ("--forward", name)]
+    launch = ["ringtrain", "launch", *words, *best.launch_words()]
+    for name in best.environ:
+        launch += ["--forward", name]
     train = ["python", "-m", "ringtrain.train", *told]
-    return " ".join([*exported, shlex.join(["ringtrain", "launch", *words, *launcher, *forwarded, "--", *train])])
+    return " ".join([*exported, shlex.join([*launch, "--", *train])])
 
 
 def write_for_script(best: Choice, start: ranks.Start, script: Script, out: str, outcomes: Sequence[Outcome]) -> str:
@@ -279,8 +300,8 @@ def write_for_script(best: Choice, start: ranks.Start, script: Script, out: str,
         return "give --out FILE to write these settings, for ringtrain launch --tuned FILE"
     tuned = Tuned(by=BY, options=best.options, environ=best.environ, launcher=best.launcher)
     tuned.write(Path(out), measured=rows(outcomes))
-    launcher = ["--launcher", best.launcher] if best.launcher else []
-    return shlex.join(["ringtrain", "launch", *start.launch_words, *launcher, "--tuned", out, "--", *script.command])
+    words = [*start.launch_words, *best.launch_words(), "--tuned", out]
+    return shlex.join(["ringtrain", "launch", *words, "--", *script.command])
 
 
 def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
@@ -315,7 +336,8 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
         trials = Trials(call, start.train_args, budget, say)
         if script is not None:
             trials = ScriptTrials(start, script, budget, say)
-        best = search(trials, options.allow_compression, start.launch.launcher, outcomes.append, only)
+        without = ["ranks"] if start.launch.threads else []  # the number of threads is of each rank
+        best = search(trials, options.allow_compression, start.launch.launcher, outcomes.append, only, without)
     unit = "images/s" if script is None else "rows/s"
     title = f"{unit} over those of the best so far, median (p10 to p90), in {budget.spent_s:.0f} s"
     Table(("lever", "candidate", "ratio", "turns", "verdict"), rows(outcomes), title).show()

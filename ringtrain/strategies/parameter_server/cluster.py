@@ -194,8 +194,10 @@ def meet(config: Config) -> RankGroup:
     of_ranks = comm.allgather((placement, expectation(os.environ), ringtrain.__version__))
     placements, plans, versions = zip(*of_ranks, strict=True)
     plan = next((each for each in plans if each is not None and each.hosts), plans[0])
-    if plan is not None and (wrong := difference(plan, placements)):
-        raise PlacementError(wrong)
+    if plan is not None:
+        wrong = difference(plan, placements)
+        if wrong:
+            raise PlacementError(wrong)
     if len(set(versions)) > 1:
         raise PlacementError(f"ranks run ringtrain {', '.join(sorted(set(versions)))}: install the same everywhere")
     by_local_rank = sorted(range(comm.size), key=lambda rank: (placements[rank].local_rank, rank))

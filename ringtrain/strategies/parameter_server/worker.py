@@ -33,7 +33,8 @@ def supervise(config: Config, group: RankGroup) -> int:
         if received is not None:
             _, (word, number) = received
             if word == "signal":
-                os.kill(served.process.pid, number) if served is not None else None
+                if served is not None:
+                    os.kill(served.process.pid, number)
                 continue
             if served is not None:
                 served.end()
@@ -42,14 +43,18 @@ def supervise(config: Config, group: RankGroup) -> int:
             return int(number)
         if served is None:
             time.sleep(POLL_S)
-        elif message := served.message():
+            continue
+        message = served.message()
+        if message:
             served.ready = served.ready or message[0] == "ready"
             if message[0] == "failed" and served.number:  # the other workers continue without it
                 served.why = f"cannot begin again: {message[2]}"
                 served.end()
             else:
                 group.send(0, *message)
-        elif (code := served.process.exitcode) is not None:
+            continue
+        code = served.process.exitcode
+        if code is not None:
             if not replaceable or (not served.number and not served.ready):
                 _exit_as(code)
             group.send(0, "lost", served.why or _exit_text(code), served.ready)

@@ -1,0 +1,62 @@
+"""Blocks of rows: what is read of a file at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
+
+from ringtrain.data.data_files import IMAGES, DataFile
+
+MAX_ROWS, MAX_BYTES = 4096, 8 << 20
+"""a block of successive rows ends with the row that reaches one of them"""
+Columns = dict[str, NDArray[Any]]
+"""Values of a block by column, [rows, ...]."""
+
+
+class Block(NamedTuple):
+    """Successive rows of a file."""
+
+    file: DataFile
+    number: int
+    """of a row group, or of the first row"""
+    num_rows: int
+    begin: int = 0
+    end: int = 0
+    """bytes of the rows in the file; 0: a row group"""
+
+    @property
+    def name(self) -> str:
+        """Name of the block in messages."""
+        if self.file.name.lower().endswith(IMAGES):
+            return str(self.file)
+        return f"{self.file}: records from {self.number} on" if self.end else f"{self.file}: row group {self.number}"
+
+
+class Files(Protocol):
+    """Files of one kind, whose names, blocks and columns are known."""
+
+    kind: str
+    blocks: list[Block]
+
+    def types(self) -> dict[str, str]:
+        """All columns, with what they hold."""
+
+    def checksum(self) -> int:
+        """Checksum of what the files say of their content, without reading all of it."""
+
+    def read(self, block: Block) -> Columns:
+        """Values of a block; raises DamagedData, or DataError if it cannot be read."""
+
+
+def blocks_of(file: DataFile, starts: Sequence[int]) -> list[Block]:
+    """Blocks of a file with rows at these positions."""
+    positions = [*starts, file.size]
+    blocks, first = [], 0
+    for number in range(1, len(positions)):
+        is_full = number - first == MAX_ROWS or positions[number] - positions[first] >= MAX_BYTES
+        if is_full or number == len(positions) - 1:
+            blocks.append(Block(file, first, number - first, positions[first], positions[number]))
+            first = number
+    return blocks

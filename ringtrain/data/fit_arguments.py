@@ -1,0 +1,120 @@
+"""Arguments of `ringtrain.fit`, which the function that `data.name` names may also return."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import GeneratorType
+from typing import TYPE_CHECKING, Any
+
+from ringtrain.data.from_rank_0 import FromRank0
+from ringtrain.data.records import Records
+from ringtrain.errors import DataError
+
+if TYPE_CHECKING:
+    import keras
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitArguments:
+    """Arguments of `ringtrain.fit`, which describes them."""
+
+    x: Any = None
+    y: Any = None
+    batch_size: int | None = None
+    epochs: int = 1
+    verbose: str | int = "auto"
+    callbacks: Sequence[keras.callbacks.Callback] = ()
+    validation_split: float = 0.0
+    validation_data: Any = None
+    shuffle: bool | str = True
+    class_weight: Mapping[int, float] | None = None
+    sample_weight: Any = None
+    initial_epoch: int = 0
+    steps_per_epoch: int | None = None
+    validation_steps: int | None = None
+    validation_batch_size: int | None = None
+    validation_freq: int | Collection[int] = 1
+    batch_per_rank: bool = False
+    seed: int = 0
+    resume: str = "auto"
+    max_steps: int = 0
+    """of an epoch, which has the data's first rows then; 0: all. Set by a command that starts the script"""
+    parts: int = 1
+    """of each batch, of which only the first is trained. Set by a command, too"""
+
+    @property
+    def num_epochs(self) -> int:
+        """Number of epochs that are trained, those before a resume included."""
+        return self.epochs - self.initial_epoch
+
+
+OF_DATA = (
+    "x",
+    "y",
+    "sample_weight",
+    "validation_data",
+    "validation_split",
+    "class_weight",
+    "shuffle",
+    "steps_per_epoch",
+    "validation_steps",
+    "validation_batch_size",
+    "validation_freq",
+)
+"""Arguments of `fit` that the function of `data.name` may return in a dict."""
+
+
+def arguments_of(name: str, result: Any) -> FitArguments:
+    """Converts the result of the function `name` to arguments of `fit`.
+
+    Args:
+        result: A dict of arguments in OF_DATA; batches or (batches, validation batches); (x, y) or ((x, y),
+            (validation x, validation y)), also with sample_weight.
+
+    Raises:
+        DataError: The result has another form.
+    """
+    if isinstance(result, dict):
+        if "x" not in result or not set(result) <= set(OF_DATA):
+            raise DataError(
+                f"{name}: returned a dict with {', '.join(map(str, result)) or 'nothing'}, expected arguments of fit,"
+                f" x and some of {', '.join(OF_DATA[1:])}: batch_size and epochs are train.batch_size and train.epochs"
+            )
+        if callable(result["x"]):
+            raise DataError(f"{name}: x is a function: only a script with ringtrain.fit can pass one")
+        return FitArguments(**result)
+    if _is_batches(result):
+        return FitArguments(x=result)
+    if isinstance(result, tuple | list) and len(result) == 2:
+        train, held_out = result
+        if _is_batches(train):
+            return FitArguments(x=train, validation_data=held_out)
+        if not isinstance(train, tuple | list):
+            return FitArguments(x=train, y=held_out)
+        if len(train) in (2, 3) and (held_out is None or isinstance(held_out, tuple | list)):
+            held_out = None if held_out is None else tuple(held_out)
+            return FitArguments(**dict(zip(("x", "y", "sample_weight"), train, strict=False)), validation_data=held_out)
+    raise DataError(
+        f"{name}: returned {_kind(result)}, expected (x, y), ((x, y), (validation x, validation y)), batches"
+        f" (tf.data.Dataset, PyDataset, generator), (batches, validation batches), or a dict of arguments of fit"
+    )
+
+
+def _kind(result: Any) -> str:
+    kind = type(result).__name__
+    return f"a {kind} of {len(result)}" if isinstance(result, tuple | list) else kind
+
+
+def _is_batches(x: Any) -> bool:
+    import keras
+    import tensorflow as tf
+    from keras.src.trainers.data_adapters import is_grain_dataset, is_torch_dataloader
+
+    kinds = tf.data.Dataset | keras.utils.PyDataset | GeneratorType | FromRank0 | Records
+    return isinstance(x, kinds) or is_grain_dataset(x) or is_torch_dataloader(x)
+
+
+def is_nest(part: Any) -> bool:
+    """Returns whether inputs or targets are several arrays, in a dict, tuple or list, rather than one or its values."""
+    return isinstance(part, dict | tuple) or (isinstance(part, list) and any(hasattr(leaf, "shape") for leaf in part))

@@ -1,0 +1,194 @@
+"""TFRecord files of `tf.train.Example`s with any features."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import re
+import tempfile
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any
+
+from ringtrain.data import data_files, tfrecords
+from ringtrain.data.blocks import Block, Columns
+from ringtrain.data.data_files import DataFile
+from ringtrain.data.image_files import Unreadable
+from ringtrain.data.scanned_files import ScannedFiles
+from ringtrain.errors import DamagedData, DataError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+BUFFER = 1 << 20
+"""bytes that TensorFlow reads at once"""
+IN_MEMORY = "/dev/shm"
+"""where a block behind a URL becomes a file for TensorFlow, which compares its checksums"""
+
+
+class TFRecordFiles(ScannedFiles):
+    """Features of examples.
+
+    Args:
+        columns: Names of features; None: all.
+        features: As for `tf.io.parse_example`; None: those of the first record.
+    """
+
+    kind = "TFRecord"
+
+    def __init__(
+        self, files: Sequence[DataFile], columns: Sequence[str] | None, features: Mapping[str, Any] | None
+    ) -> None:
+        import tensorflow as tf
+
+        super().__init__(files, _scanned, from_index)
+        if not self.blocks:
+            return
+        self._known = dict(features) if features else self._features()
+        columns = sorted(self._known) if columns is None else columns
+        missing = [name for name in columns if name not in self._known]
+        if missing:
+            raise DataError(f"{files[0]}: has no feature {missing[0]}: it has {', '.join(sorted(self._known))}")
+        self.features = {name: self._known[name] for name in columns}
+        for name, feature in self.features.items():
+            if not isinstance(feature, tf.io.FixedLenFeature):
+                raise DataError(f"ringtrain.Records: feature {name} is {feature}, expected a FixedLenFeature")
+
+    def types(self) -> dict[str, str]:
+        return {
+            name: f"{feature.dtype.name} {list(feature.shape)}" if feature.shape else feature.dtype.name
+            for name, feature in sorted(self._known.items())
+        }
+
+    def read(self, block: Block) -> Columns:
+        import tensorflow as tf
+
+        texts = self._texts(block)
+        try:
+            with tf.device("CPU"):
+                values = tf.io.parse_example(texts, self.features)
+        except tf.errors.OpError as error:
+            raise DataError(f"{block.name} cannot be read: {_in_one_line(error)}") from error
+        return {name: value.numpy() for name, value in values.items()}
+
+    def _texts(self, block: Block) -> tf.Tensor:
+        """Serialized records of a block, string [rows]; their checksums are compared."""
+        import tensorflow as tf
+
+        try:
+            if block.file.is_remote:
+                return self.parsed(block, functools.partial(_texts_of_copy, num_rows=block.num_rows))
+            texts = _texts_of(block.file.url, block.begin, block.num_rows)
+        except tf.errors.OpError as error:
+            data_files.check_unchanged(block.file)  # one that has changed may look damaged
+            problem = f"{block.name} cannot be read: {_in_one_line(error)}"
+            kind = self.damaged(block, problem) if isinstance(error, tf.errors.DataLossError) else DataError(problem)
+            raise kind from error
+        data_files.check_unchanged(block.file)
+        return texts
+
+    def _features(self) -> dict[str, Any]:
+        """Features of the first record that can be read, with its lengths."""
+        import tensorflow as tf
+
+        damage: list[DamagedData] = []
+        for block in self.blocks:
+            try:
+                text = self._texts(block)[0].numpy()
+                break
+            except DamagedData as error:
+                damage.append(error)
+        else:
+            raise damage[0]
+        dtypes = {"bytes_list": tf.string, "float_list": tf.float32, "int64_list": tf.int64}
+        try:
+            example = tf.train.Example.FromString(text)
+        except Exception as error:  # of protobuf
+            raise DataError(f"{block.name} cannot be read as tf.train.Example: {_in_one_line(error)}") from error
+        features = {}
+        for name, feature in example.features.feature.items():
+            kind = feature.WhichOneof("kind")
+            if kind:
+                length = len(getattr(feature, kind).value)
+                features[name] = tf.io.FixedLenFeature([] if length == 1 else [length], dtypes[kind])
+        return features
+
+
+def _texts_of_copy(content: bytes, num_rows: int) -> tf.Tensor:
+    """Records of a block's bytes, from a file for TensorFlow, which compares their checksums."""
+    import tensorflow as tf
+
+    for folder in (IN_MEMORY, None):
+        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as copy:  # it may be missing, or full
+            copy.write(content)
+            copy.flush()
+            try:
+                texts = _texts_of(f"/proc/self/fd/{copy.fileno()}", 0, num_rows)
+            except tf.errors.DataLossError as error:
+                raise ValueError(_in_one_line(error)) from error
+            if int(_bytes_of(texts)) != len(content):
+                raise ValueError(f"its records have {int(_bytes_of(texts)):,} bytes, expected {len(content):,}")
+            return texts
+    raise DataError(f"{tempfile.gettempdir()}: cannot be written: a block behind a URL is copied there")
+
+
+def _bytes_of(texts: tf.Tensor) -> Any:
+    """Bytes that records take in a file."""
+    import tensorflow as tf
+
+    return tf.reduce_sum(tf.strings.length(texts)) + len(texts) * tfrecords.AROUND
+
+
+def _texts_of(path: str, begin: int, num_rows: int) -> tf.Tensor:
+    import tensorflow as tf
+
+    position = tf.data.Dataset.from_tensors((path, tf.constant(begin, tf.int64)))
+    records = position.flat_map(lambda path, begin: tfrecords.records(path, begin, num_rows, BUFFER))
+    return next(iter(records.batch(num_rows)))
+
+
+class _Damaged(Unreadable):
+    def add(self, name: str, problem: str) -> None:
+        raise DataError(f"{name}: {problem}")
+
+
+def _scanned(file: DataFile) -> list[int]:
+    """The checksum of a file's checksums, and positions of its records."""
+
+    def scan(opened: IO[bytes]) -> list[int]:
+        def read_at(length: int, position: int) -> bytes:
+            opened.seek(position)
+            return opened.read(length)
+
+        starts, checksum = tfrecords.starts_and_checksum(read_at, file.size, file, _Damaged(skip=False))
+        last = read_at(tfrecords.FOOTER, file.size - tfrecords.FOOTER)
+        return [zlib.crc32(last, checksum), *starts.tolist()]
+
+    return data_files.read_file(file, scan, window=data_files.WINDOW)
+
+
+def from_index(file: DataFile, text: str) -> list[int]:
+    """Positions of a file's records in its index, which has a line "position length" of each (as DALI's tfrecord2idx).
+
+    Raises:
+        DataError: The index is of another file.
+    """
+    rows = [line.split() for line in text.splitlines()]
+    fits = all(len(row) == 2 and row[0].isdecimal() and row[1].isdecimal() for row in rows)
+    ends = [0, *(int(begin) + int(length) for begin, length in rows)] if fits else []
+    if not fits or ends[-1] != file.size or [int(begin) for begin, _ in rows] != ends[:-1]:
+        raise DataError(f"{file}{data_files.INDEX}: {data_files.OTHER_INDEX}")
+    return ends[:-1]
+
+
+def index(file: DataFile) -> str:
+    """Text of a file's index."""
+    _, *starts = _scanned(file)
+    return "".join(f"{begin} {end - begin}\n" for begin, end in itertools.pairwise([*starts, file.size]))
+
+
+def _in_one_line(error: Any) -> str:
+    """Text of an error, without the names of TensorFlow's operations."""
+    text = re.sub(r"\{\{.*?\}\} | \[Op:.*", "", " ".join(str(error).split()))
+    return text[:300]

@@ -1,0 +1,329 @@
+"""A copy of a run on another file system or in a bucket, from which it goes on where its local disk is gone.
+
+MIRROR/NAME/ has the files of the run folder, in the same places. A checkpoint is complete there once its manifest,
+which is written last, is there; files are compared with its checksums when they are read back. One job at a time may
+write, which holds the lease MIRROR/NAME/.lease. Any file system of fsspec will do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ringtrain.data.data_files import store_of, with_retries
+from ringtrain.errors import CheckpointError, DamagedCheckpoint
+from ringtrain.run import checkpoint
+from ringtrain.run.lease import Lease
+from ringtrain.run.run_folder import LEASE, LEASE_EXPIRES_S, LOCK
+
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
+"""protocols of stores without folders, where making one might make a bucket"""
+NOT_COPIED = (LOCK, "tensorboard", "checkpoints", "wandb", "saved_model")
+"""names in the run folder that are not copied as they are; checkpoints go by themselves"""
+
+_open: list[Mirror] = []
+"""mirrors of this process that are not closed"""
+
+
+class Mirror:
+    """Copy of one run; held by rank 0. A thread copies what is given to `add`.
+
+    Args:
+        url: Folder of all runs: a path, or a URL of fsspec such as s3://bucket/runs.
+        name: Of the run.
+        same_job: Take the lease over at once from an earlier attempt of this job.
+        expires_s: Seconds after which a lease that does not change is taken over.
+
+    Attributes:
+        lease: Of the copy; a job that has lost it copies nothing more.
+
+    Raises:
+        RunDirectoryError: another job holds the lease.
+        DataError: the file system cannot be reached.
+    """
+
+    def __init__(self, url: str, name: str, same_job: bool = False, expires_s: float = LEASE_EXPIRES_S) -> None:
+        self.url = f"{url.rstrip('/')}/{name}"
+        for other in [mirror for mirror in _open if mirror.url == self.url]:
+            other.close()  # of a run of this process that has failed
+        self.store, self.path = store_of(self.url)
+        protocols = {self.store.protocol} if isinstance(self.store.protocol, str) else set(self.store.protocol)
+        self.has_folders = not protocols & OBJECT_STORES
+        self.copied: list[int] = []
+        """steps of the checkpoints that are complete there"""
+        self.failures: list[str] = []
+        self.seconds = 0.0
+        """spent copying, beside training"""
+        self._process = os.getpid()
+        self._error = ""
+        """of the last copy"""
+        self._changed = threading.Condition()
+        self._waiting: Path | None = None
+        """run folder whose newest checkpoint and files are to be copied"""
+        self._missing: list[int] = []
+        """steps of checkpoints that are not yet in the local folder"""
+        self._folder = Path()
+        self._states: dict[str, tuple[int, int]] = {}
+        """size and time of each file when it was copied"""
+        self._is_busy = self._is_closed = False
+        if self.has_folders:
+            with_retries(
+                lambda: self.store.makedirs(self.path, exist_ok=True), self.url, f"{self.url}: cannot be written"
+            )
+        self.lease = Lease(self.store, self.path, self.url, same_job, expires_s, self._notify)
+        self._thread = threading.Thread(target=self._work, name="ringtrain-mirror", daemon=True)
+        self._thread.start()
+        _open.append(self)
+        atexit.register(self.close)
+
+    # ---- reading back ------------------------------------------------------------------------------------------------
+
+    def fetch(self, folder: Path) -> Path | None:
+        """Copies the run's files and its newest checkpoint to a local folder, if they are further than what is there.
+
+        Its other checkpoints follow during training: the best one may be among them. A damaged one is left out.
+
+        Returns:
+            The local checkpoint; None if the local folder is as far, or the mirror has nothing.
+        """
+        steps = self._complete_steps()
+        self.copied = sorted(steps)
+        newest, _ = checkpoint.newest(folder / "checkpoints")
+        local_step = newest.global_step if newest else -1
+        later = sorted((step for step in steps if step > local_step), reverse=True)
+        if later:  # the checkpoint last: with it, the local folder is as far
+            for name in self._files_there():
+                self._get(name, folder / name)
+        fetched = None
+        for step in later:
+            fetched = fetched or self._fetch_whole(step, folder / "checkpoints")
+        local = {_step_of(path) for path in checkpoint.saved_in(folder / "checkpoints")}
+        with self._changed:
+            self._missing, self._folder = [step for step in self.copied if step not in local], folder
+        return fetched
+
+    def _fetch_whole(self, step: int, local: Path) -> Path | None:
+        """Copies a checkpoint to a local folder; None if it is damaged, which is reported."""
+        try:
+            return self._fetch_checkpoint(step, local)
+        except DamagedCheckpoint as error:
+            self.copied.remove(step)
+            print(f"ringtrain: {self.url}: {error}", file=sys.stderr, flush=True)
+            return None
+
+    @property
+    def has_run(self) -> bool:
+        """True if there are files of a run."""
+        return any(name != LEASE for name in self._find(""))
+
+    def _complete_steps(self) -> list[int]:
+        """Steps of the checkpoints with a manifest; removes what copies that were cut off have left."""
+        whole, all_steps = set(), set()
+        for name in self._find("checkpoints"):
+            folder, _, file = name.removeprefix("checkpoints/").partition("/")
+            if checkpoint.NAME.fullmatch(folder):
+                all_steps.add(folder)
+                whole |= {folder} if file == checkpoint.MANIFEST else set()
+        for folder in all_steps - whole:
+            self._remove(f"checkpoints/{folder}")
+        return [int(folder.removeprefix("step-")) for folder in whole]
+
+    def _fetch_checkpoint(self, step: int, local: Path) -> Path:
+        name = f"step-{step:08d}"
+        unfinished = local / f"{checkpoint.UNFINISHED}{name}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        try:
+            for file in self._find(f"checkpoints/{name}"):
+                self._get(file, unfinished / file.rpartition("/")[2])
+            checkpoint.verify(unfinished)
+            shutil.rmtree(local / name, ignore_errors=True)
+            os.rename(unfinished, local / name)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        return local / name
+
+    def _files_there(self) -> list[str]:
+        names = [name.split("/") for name in self._find("")]
+        return ["/".join(parts) for parts in names if parts[0] not in (*NOT_COPIED, LEASE) and ".." not in parts]
+
+    # ---- copying -----------------------------------------------------------------------------------------------------
+
+    def add(self, folder: Path) -> None:
+        """Lets the thread copy the newest checkpoint of a run folder, and its files; nothing if the lease is lost."""
+        with self._changed:
+            self._waiting = folder
+            self._changed.notify_all()
+
+    def finish(self, folder: Path) -> None:
+        """Copies everything, and waits until it is there.
+
+        Raises:
+            CheckpointError: the last checkpoint or a file could not be copied.
+            RunDirectoryError: another job has taken the lease.
+        """
+        with self._changed:
+            self._waiting = folder
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.lease.is_lost or not (self._waiting or self._is_busy))
+        self.lease.raise_if_lost()
+        if self._error:
+            raise CheckpointError(f"{self._error}: the run folder {folder} is complete, its mirror is not")
+
+    def close(self) -> None:
+        """Ends the thread, when all that was given to `add` is copied, and gives up the lease."""
+        if os.getpid() != self._process:
+            return  # a fork of the process, without its threads
+        atexit.unregister(self.close)
+        if self in _open:
+            _open.remove(self)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        self.lease.release()
+
+    def summary(self) -> dict[str, Any]:
+        """Facts for summary.json."""
+        return {"url": self.url, "seconds": self.seconds, "failed": self.failures}
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        """Copies what is newest; the body of the thread."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closed or self.lease.is_lost)
+                folder, self._waiting = self._waiting, None
+                self._is_busy = folder is not None
+            if not folder or self.lease.is_lost:
+                return
+            self._fetch_missing()
+            self._copy(folder)
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+
+    def _fetch_missing(self) -> None:
+        for step in self._missing:
+            with contextlib.suppress(Exception):
+                self._fetch_whole(step, self._folder / "checkpoints")
+        self._missing = []
+
+    def _copy(self, folder: Path) -> None:
+        begin_s, self._error = time.perf_counter(), ""
+        try:
+            newest = next(iter(checkpoint.saved_in(folder / "checkpoints")), None)
+            if newest and _step_of(newest) not in self.copied:
+                self._copy_checkpoint(newest)
+            self._remove_old(folder)
+            for path in _files_of(folder):
+                self._put_if_changed(path, path.relative_to(folder).as_posix())
+        except Exception as error:  # whatever a store's library raises: `finish` waits for this thread
+            self._error = str(error)
+            self.failures.append(self._error)
+            print(f"ringtrain: {self._error}; it is tried again with the next copy", file=sys.stderr, flush=True)
+        self.seconds += time.perf_counter() - begin_s
+
+    def _copy_checkpoint(self, saved: Path) -> None:
+        """Copies a checkpoint, from links: the run may remove it before all of it is copied."""
+        held = saved.with_name(f"{checkpoint.UNFINISHED}mirror")
+        shutil.rmtree(held, ignore_errors=True)
+        held.mkdir()
+        try:
+            for path in saved.iterdir():
+                _link(path, held / path.name)
+            files = sorted(held.iterdir(), key=lambda path: path.name == checkpoint.MANIFEST)
+            for path in files:  # the manifest last
+                self._put(path, f"checkpoints/{saved.name}/{path.name}")
+        finally:
+            shutil.rmtree(held, ignore_errors=True)
+        self.copied = sorted({*self.copied, _step_of(saved)})
+
+    def _remove_old(self, folder: Path) -> None:
+        """Removes the checkpoints that the run has removed, once its newest one is complete."""
+        kept = {_step_of(path) for path in checkpoint.saved_in(folder / "checkpoints")}
+        if not kept or max(kept) not in self.copied:
+            return
+        for step in [step for step in self.copied if step not in kept]:
+            self._remove(f"checkpoints/step-{step:08d}")
+            self.copied.remove(step)
+
+    # ---- one file ----------------------------------------------------------------------------------------------------
+
+    def _find(self, folder: str) -> list[str]:
+        """Files in a folder of the mirror, by their names in it."""
+        path = f"{self.path}/{folder}".rstrip("/")
+
+        def find() -> list[str]:
+            self.store.invalidate_cache()
+            try:
+                return list(self.store.find(path))
+            except FileNotFoundError:
+                return []
+
+        found = with_retries(find, self.url, f"{self.url}: cannot be listed")
+        return [name.removeprefix(self.path).lstrip("/") for name in found if not name.endswith("/")]
+
+    def _get(self, name: str, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = f"{self.path}/{name}"
+        with_retries(lambda: self.store.get_file(there, str(path)), self.url, f"{self.url}/{name}: cannot be read")
+
+    def _put(self, path: Path, name: str) -> None:
+        def put() -> None:
+            if self.has_folders:
+                self.store.makedirs(f"{self.path}/{name}".rpartition("/")[0], exist_ok=True)
+            self.store.put_file(str(path), f"{self.path}/{name}")
+
+        with_retries(put, self.url, f"{self.url}/{name}: cannot be written")
+
+    def _put_if_changed(self, path: Path, name: str) -> None:
+        state = path.stat()
+        now = state.st_size, state.st_mtime_ns
+        if self._states.get(name) != now:
+            self._put(path, name)
+            self._states[name] = now
+
+    def _remove(self, folder: str) -> None:
+        """Removes a checkpoint: its manifest first, so that what is left of it is none."""
+        names = sorted(self._find(folder), key=lambda name: not name.endswith(checkpoint.MANIFEST))
+
+        def remove() -> None:
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    self.store.rm_file(f"{self.path}/{name}")
+
+        with_retries(remove, self.url, f"{self.url}/{folder}: cannot be removed")
+        with contextlib.suppress(Exception):  # an empty folder, where there are folders
+            self.store.rmdir(f"{self.path}/{folder}")
+
+
+def _files_of(folder: Path) -> Iterator[Path]:
+    """Files of a run folder that are copied as they are."""
+    for path in sorted(folder.rglob("*")):
+        is_left_out = path.relative_to(folder).parts[0] in NOT_COPIED or path.name.startswith(".unfinished")
+        if path.is_file() and not is_left_out:
+            yield path
+
+
+def _step_of(saved: Path) -> int:
+    return int(saved.name.removeprefix("step-"))
+
+
+def _link(path: Path, link: Path) -> None:
+    """Gives a file a second name; a copy where its file system has no links."""
+    try:
+        os.link(path, link)
+    except OSError:
+        shutil.copy2(path, link)

@@ -1,0 +1,247 @@
+"""A run's copy elsewhere: complete checkpoints only, one writer at a time, and what a lost disk needs to go on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ringtrain.errors import CheckpointError, DataError, RunDirectoryError
+from ringtrain.lab.report import cli as report
+from ringtrain.lab.report import runs
+from ringtrain.protocol.env import JOB
+from ringtrain.run import checkpoint, lease, mirror
+from ringtrain.run.mirror import Mirror
+from ringtrain.run.run_folder import LEASE
+
+
+@pytest.fixture(autouse=True)
+def fsspec():
+    """The extra that mirrors need."""
+    return pytest.importorskip("fsspec")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(lease, "POLL_S", 0.02)
+    monkeypatch.setattr(lease, "RENEWED_S", 0.1)
+
+
+def saved(folder: Path, *steps: int, accuracy: float = 0.5) -> Path:
+    """A run folder with these checkpoints."""
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (folder / "logs").mkdir(exist_ok=True)
+    for step in steps:
+        files = {"state": {"w": np.full(3, step)}, "ranks": {}}
+        checkpoint.save(folder / "checkpoints", step, files, {"metrics": {"accuracy": accuracy}})
+    (folder / "config.toml").write_text("a = 1\n")
+    (folder / "metrics.jsonl").write_text(f"{steps[-1]}\n")
+    (folder / "logs" / "journal-0.jsonl").write_text("{}\n")
+    (folder / ".lock").write_text("not to be copied")
+    return folder
+
+
+def steps_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoints/*") if (path / checkpoint.MANIFEST).exists())
+
+
+def names(*steps: int) -> list[str]:
+    return [f"step-{step:08d}" for step in steps]
+
+
+def test_a_run_goes_on_where_its_disk_is_gone(quick, tmp_path):
+    run, there = saved(tmp_path / "runs" / "r", 10, 20), tmp_path / "there"
+    copy = Mirror(str(there), "r")
+    copy.add(run)
+    copy.finish(run)
+    saved(run, 30)
+    shutil.rmtree(run / "checkpoints" / "step-00000010")
+    copy.finish(run)
+    copy.close()
+    assert steps_in(there / "r") == names(20, 30)
+    assert not (there / "r" / LEASE).exists() and not (there / "r" / ".lock").exists()
+    assert copy.copied == [20, 30] and copy.failures == []
+
+    shutil.rmtree(run)
+    again = Mirror(str(there), "r")
+    assert again.fetch(run) == run / "checkpoints" / "step-00000030"
+    assert checkpoint.verify(run / "checkpoints" / "step-00000030").arrays("state")["w"].tolist() == [30] * 3
+    assert (run / "metrics.jsonl").read_text() == "30\n" and (run / "logs" / "journal-0.jsonl").exists()
+    again.finish(run)
+    assert steps_in(run) == names(20, 30)  # the other one, which may be the best, has followed
+    assert again.fetch(run) is None  # the local folder is as far
+    again.close()
+
+
+def test_an_unfinished_copy_is_no_checkpoint_and_a_damaged_one_is_left_out(quick, tmp_path, capsys):
+    run, there = saved(tmp_path / "r", 10, 20, 30), tmp_path / "there"
+    shutil.copytree(run, there / "r")
+    (there / "r" / "checkpoints" / names(30)[0] / checkpoint.MANIFEST).unlink()
+    state = there / "r" / "checkpoints" / names(20)[0] / "state.npz"
+    state.write_bytes(state.read_bytes()[:-1] + b"x")
+    shutil.rmtree(run)
+    copy = Mirror(str(there), "r")
+    assert copy.fetch(run) == run / "checkpoints" / names(10)[0]
+    assert "step-00000020" in capsys.readouterr().err
+    assert not (there / "r" / "checkpoints" / names(30)[0]).exists()
+    saved(run, 15)
+    copy.finish(run)
+    copy.close()
+    # What is no checkpoint of the run any more is not there either, so that no later start takes it.
+    assert steps_in(run) == names(10, 15)
+    assert set(names(10, 15)) <= set(steps_in(there / "r"))
+    last = Mirror(str(there), "r")
+    shutil.rmtree(run)
+    assert last.fetch(run) == run / "checkpoints" / names(15)[0]
+    last.close()
+
+
+def test_one_job_writes_at_a_time(quick, tmp_path, monkeypatch):
+    monkeypatch.delenv(JOB, raising=False)
+    first = Mirror(str(tmp_path), "r")
+    monkeypatch.setattr(mirror, "_open", [])  # as in another process
+    with pytest.raises(RunDirectoryError, match=r"in use by process \d+ on .*another --run\.name"):
+        Mirror(str(tmp_path), "r", expires_s=5)
+    Mirror(str(tmp_path), "other").close()
+    first.close()
+    Mirror(str(tmp_path), "r").close()
+    # One of this process that was not closed ends before the next one of its run.
+    left, _ = Mirror(str(tmp_path), "r"), Mirror(str(tmp_path), "r").close()
+    assert not left._thread.is_alive()
+
+
+def test_a_lost_job_is_replaced_after_a_while_and_its_own_restart_at_once(quick, tmp_path, monkeypatch):
+    file = tmp_path / "r" / LEASE
+    file.parent.mkdir()
+    file.write_text(json.dumps({"host": "a", "process": 1, "job": "j7", "token": "t", "renewals": 3}))
+    begin_s = time.monotonic()
+    Mirror(str(tmp_path), "r", expires_s=0.3).close()
+    assert time.monotonic() - begin_s > 0.3
+
+    monkeypatch.setenv(JOB, "j7")
+    file.write_text(json.dumps({"host": "a", "process": 1, "job": "j7", "token": "t", "renewals": 3}))
+    Mirror(str(tmp_path), "r", same_job=True, expires_s=1e6).close()
+    for text in ("", "not JSON", "[]"):  # torn
+        file.write_text(text)
+        Mirror(str(tmp_path), "r", expires_s=0.1).close()
+
+
+def test_a_job_that_has_lost_the_lease_copies_nothing_more(quick, tmp_path):
+    run = saved(tmp_path / "runs" / "r", 10)
+    copy = Mirror(str(tmp_path / "there"), "r")
+    copy.finish(run)
+    (tmp_path / "there" / "r" / LEASE).write_text(json.dumps({"host": "b", "process": 2, "token": "x"}))
+    copy.lease._thread.join(60)  # it ends when it has noticed
+    assert copy.lease.is_lost
+    saved(run, 20)
+    copy.add(run)
+    with pytest.raises(RunDirectoryError, match="taken over by process 2 on b"):
+        copy.lease.raise_if_lost()
+    with pytest.raises(RunDirectoryError, match="taken over"):
+        copy.finish(run)
+    copy.close()
+    assert steps_in(tmp_path / "there" / "r") == names(10)
+    assert (tmp_path / "there" / "r" / LEASE).exists()  # the other job's
+
+
+def test_a_slow_copy_is_completed_although_the_run_removes_the_checkpoint(quick, tmp_path, monkeypatch):
+    run, there = tmp_path / "runs" / "r", tmp_path / "there"
+    copy = Mirror(str(there), "r")
+    put = copy.store.put_file
+
+    def slowly(path, to, **kwargs):
+        time.sleep(0.05)
+        put(path, to, **kwargs)
+
+    monkeypatch.setattr(copy.store, "put_file", slowly)
+    complete = []
+    for step in range(1, 25):
+        saved(run, step)
+        checkpoint.prune(run / "checkpoints", 1, "accuracy")
+        copy.add(run)
+        time.sleep(0.03)
+        complete += steps_in(there / "r")
+    assert complete and copy.failures == []
+    copy.finish(run)
+    copy.close()
+    assert steps_in(there / "r")[-1] == names(24)[0]
+    assert not list((run / "checkpoints").glob(".unfinished*"))
+
+
+def test_a_damaged_local_checkpoint_is_replaced_and_the_best_one_is_kept(quick, tmp_path):
+    run, there = saved(tmp_path / "runs" / "r", 10, 20, 30), tmp_path / "there"
+    copy = Mirror(str(there), "r")
+    for step in (10, 20, 30):
+        copy._copy_checkpoint(run / "checkpoints" / names(step)[0])
+    copy.close()
+    for step in (20, 30):
+        (run / "checkpoints" / names(step)[0] / "state.npz").write_bytes(b"x")
+    shutil.rmtree(run / "checkpoints" / names(10)[0])
+    again = Mirror(str(there), "r")
+    assert again.fetch(run) == run / "checkpoints" / names(30)[0]
+    again.close()
+    checkpoint.verify(run / "checkpoints" / names(30)[0])
+
+    # A start that has fetched the newest one alone ended before it saved: the next one fetches the others.
+    shutil.rmtree(run / "checkpoints" / names(20)[0])
+    last = Mirror(str(there), "r")
+    assert last.fetch(run) is None
+    saved(run, 40)
+    last.finish(run)
+    last.close()
+    assert steps_in(run) == steps_in(there / "r") == names(10, 20, 30, 40)
+
+
+def test_a_copy_that_fails_is_said_and_tried_again(quick, tmp_path, capsys, monkeypatch):
+    run = saved(tmp_path / "runs" / "r", 10)
+    copy = Mirror(str(tmp_path / "there"), "r")
+    put, fails = copy.store.put_file, True
+
+    def failing(path, there, **kwargs):
+        if fails:
+            raise OSError(28, "No space left on device")
+        return put(path, there, **kwargs)
+
+    monkeypatch.setattr(copy.store, "put_file", failing)
+    with pytest.raises(CheckpointError, match=r"cannot be written: No space left.*its mirror is not"):
+        copy.finish(run)
+    assert "No space left" in capsys.readouterr().err and len(copy.failures) == 1
+    fails = False
+    copy.finish(run)  # an earlier error is no error of the end
+    copy.close()
+    assert steps_in(tmp_path / "there" / "r") == names(10)
+
+
+def test_what_cannot_be_written_or_reached_is_said_at_the_start(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be"):
+        Mirror(str(tmp_path / "file"), "r")
+    with pytest.raises(DataError, match="nonsense"):
+        Mirror("nonsense://bucket/runs", "r")
+
+
+def test_runs_of_a_mirror_are_listed_and_reported(quick, tmp_path, capsys, monkeypatch):
+    run, there = saved(tmp_path / "runs" / "r", 10), tmp_path / "there"
+    saved(there / "other", 5)
+    record = {"global_step": 10, "epoch": 1, "loss": 0.25}
+    (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    copy = Mirror(str(there), "r")
+    copy.finish(run)
+    monkeypatch.chdir(tmp_path)
+    url = there.as_uri()
+    assert runs.main(runs.Options(folder=url, json=True)) == 0
+    found = {one["run"]: one for one in json.loads(capsys.readouterr().out)}
+    assert set(found) == {"r", "other"}
+    assert found["r"]["state"] == "running" and found["r"]["metrics"] == {"loss": 0.25}
+    assert found["r"]["folder"] == f"{url}/r"
+    copy.close()
+    runs.main(runs.Options(folder=url, json=True))
+    assert "running" not in capsys.readouterr().out
+    assert report.main(report.Options(run=(f"{url}/r",))) == 0
+    assert capsys.readouterr().out == "report.html\n" and "0.25" in (tmp_path / "report.html").read_text()
+    with pytest.raises(RunDirectoryError, match="holds no runs"):
+        runs.main(runs.Options(folder=(tmp_path / "nothing").as_uri()))
