@@ -33,6 +33,7 @@ whole_batches:  whole batches of a rank, for evaluation and prediction
 fit_arguments:  arguments of Keras' fit
 inputs:         training and validation data from them
 sharding:       distribution of the samples over the ranks
+row_order:      order of rows, made for some steps at a time
 augment:        crops and flips, determined by seed and sample number
 pipeline:       batches as tf.data
 pipeline_graph: what the graph of a tf.data pipeline shows

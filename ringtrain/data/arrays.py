@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,9 +14,14 @@ from ringtrain.data import in_place, sharding
 from ringtrain.data.dataset import Split, spaced
 from ringtrain.data.parts import Header, Parts, header_arrays
 from ringtrain.data.pipeline import ahead
+from ringtrain.data.python_calls import of_tensorflow
+from ringtrain.data.row_order import Order, Unshuffled, order_within_batches
 
 if TYPE_CHECKING:
     import tensorflow as tf
+
+ROWS_AT_ONCE = 1 << 14
+"""rows of a rank whose numbers are made at once, at least those of one step"""
 
 
 class NumberedRows(Split):
@@ -40,9 +45,20 @@ class NumberedRows(Split):
         """Batch of the rows from one number up to another."""
         raise NotImplementedError
 
-    def order_of_pass(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Numbers of all rows as they are trained in an epoch, in batches of this size and a last, smaller one."""
-        return self.epoch_order(1, seed, epoch).reshape(-1)
+    def order_of_pass(self, global_batch_size: int, seed: int, epoch: int) -> Order:
+        """Order of the rows in an epoch, in batches of this size and a last, smaller one."""
+        if self.shuffle == "batch":
+            return order_within_batches(len(self), global_batch_size, seed, epoch)
+        if self.shuffle:
+            return self._shuffled(global_batch_size, seed, epoch)
+        return Order(Unshuffled(len(self)), global_batch_size)
+
+    def _shuffled(self, global_batch_size: int, seed: int, epoch: int) -> Order:
+        raise NotImplementedError
+
+    def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+        order = self.order_of_pass(global_batch_size, seed, epoch)
+        return order.rows(0, order.num_whole, range(global_batch_size))
 
     @property
     def plan(self) -> dict[str, str]:
@@ -85,11 +101,8 @@ class Arrays(NumberedRows):
             checksum = zlib.crc32(content, zlib.crc32(f"{rows.dtype}{rows.shape}".encode(), checksum))
         return checksum
 
-    def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-        if self.shuffle and self.shuffle != "batch":
-            return sharding.epoch_order(len(self), global_batch_size, seed, epoch)
-        num_steps = len(self) // global_batch_size
-        return np.arange(num_steps * global_batch_size).reshape(num_steps, global_batch_size)
+    def _shuffled(self, global_batch_size: int, seed: int, epoch: int) -> Order:
+        return Order(sharding.epoch_order(len(self), 1, seed, epoch)[:, 0], global_batch_size)
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
         """Batches in the nest of the arrays; see `Split.batches`."""
@@ -129,6 +142,97 @@ class NoSamples(Split):
         return 0
 
 
+class RowNumbers:
+    """Numbers of one rank's rows in each step of a pass over the data, the last and smaller one included.
+
+    A part without a row in a batch, of which there are fewer than parts, gets the batch's first one.
+
+    Attributes:
+        position: Number of the pass that the next iteration reads; first step of it, and the step after the last one.
+        num_whole: Number of whole batches of a pass.
+        rest: Rows of the last, smaller batch; 0: there is none.
+        num_steps: Number of steps of a pass.
+        sizes: Rows of a whole batch and of the last, smaller one, as far as there are any.
+        num_own: Rows of this rank in the first step.
+    """
+
+    def __init__(self, samples: NumberedRows, global_batch_size: int, parts: Parts, seed: int) -> None:
+        self._samples, self._global_batch_size, self._seed = samples, global_batch_size, seed
+        self.num_whole, self.rest = divmod(len(samples), global_batch_size)
+        self.num_steps = self.num_whole
+        self.sizes = [global_batch_size] if self.num_whole else []
+        if self.rest:
+            self.num_steps += 1
+            self.sizes.append(self.rest)
+        self._places = [np.array(parts.places(size)) for size in self.sizes]
+        self.num_own = len(self._places[0])
+        self.position = 0, 0, self.num_steps
+        self._last_pass: tuple[int, Order] | None = None
+        """number and order of the pass that was read last"""
+
+    def next_position(self) -> NDArray[np.int64]:
+        return np.array(self.position)
+
+    def steps(self) -> tf.data.Dataset:
+        """Numbers of the steps, int64 []."""
+        import tensorflow as tf
+
+        return self._passes(lambda _, first, end: tf.data.Dataset.range(first, end))
+
+    def batches(self, num_rows: int | None) -> tf.data.Dataset:
+        """Row numbers of each step, int64 [rows of this rank].
+
+        Args:
+            num_rows: Of a whole batch, as the graph knows it. None: it does not.
+        """
+        import tensorflow as tf
+
+        rows, num_whole = of_tensorflow(self._rows), self.num_whole
+        per_call = max(1, ROWS_AT_ONCE // self.num_own)
+
+        def read(number: tf.Tensor, first: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
+            numbers = tf.numpy_function(rows, [number, first, end], tf.int64)
+            return tf.data.Dataset.from_tensor_slices(tf.ensure_shape(numbers, [None, num_rows]))
+
+        def of_pass(number: tf.Tensor, first: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
+            end_of_whole = tf.minimum(end, num_whole)
+            begins = tf.data.Dataset.range(first, end_of_whole, per_call)
+            whole = begins.flat_map(lambda begin: read(number, begin, tf.minimum(begin + per_call, end_of_whole)))
+            if not self.rest:
+                return whole
+            last = tf.data.Dataset.range(tf.maximum(first, num_whole), end)
+            return whole.concatenate(last.flat_map(lambda step: read(number, step, step + 1)))
+
+        return self._passes(of_pass)
+
+    def _passes(self, of_pass: Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.data.Dataset]) -> tf.data.Dataset:
+        """Dataset of which each iteration is what a function makes of the next position."""
+        import tensorflow as tf
+
+        next_position = of_tensorflow(self.next_position)
+
+        def of_next(_: tf.Tensor) -> tf.data.Dataset:  # called when an iterator is made: one pipeline serves all epochs
+            position = tf.ensure_shape(tf.numpy_function(next_position, [], tf.int64), [3])
+            return of_pass(*tf.unstack(position))
+
+        dataset = tf.data.Dataset.range(1).flat_map(of_next)
+        dataset.row_numbers = self  # which the functions do not keep alive
+        return dataset
+
+    def _rows(self, number: np.int64, first: np.int64, end: np.int64) -> NDArray[np.int64]:
+        """Row numbers of some steps of a pass, [steps, rows of this rank]."""
+        places = self._places[0] if first < self.num_whole else self._places[-1]
+        return self._order(int(number)).rows(int(first), int(end), places)
+
+    def _order(self, number: int) -> Order:
+        last_pass = self._last_pass
+        if last_pass is None or last_pass[0] != number:
+            self._last_pass = None  # frees it first
+            last_pass = number, self._samples.order_of_pass(self._global_batch_size, self._seed, number)
+            self._last_pass = last_pass
+        return last_pass[1]
+
+
 class RowBatches:
     """One rank's rows of each global batch of an epoch, the last and smaller one included.
 
@@ -159,64 +263,30 @@ class RowBatches:
     ) -> None:
         import tensorflow as tf
 
-        self.samples, self.global_batch_size, self.seed = samples, global_batch_size, seed
-        self.parts = parts
-        self.position = 0, 0, 0
-        """number of the pass; first step of it, and the step after the last one"""
-        whole, self.rest = divmod(len(samples), global_batch_size)
-        sizes = [size for size, number in ((global_batch_size, whole), (self.rest, 1)) if size and number]
-        repeats = [number for size, number in ((global_batch_size, whole), (self.rest, 1)) if size and number]
-        self.steps = sum(repeats)
+        self._numbers = numbers = RowNumbers(samples, global_batch_size, parts, seed)
+        self.steps = numbers.num_steps
         self.steps_per_epoch = steps_per_epoch or self.steps
-        self._header = header_arrays(parts, sizes, repeats)
-        self.is_even = not has_header and not any(size % parts.num_parts for size in sizes)
-        self.has_empty_parts = min(sizes) < parts.num_parts
-        num_own = len(parts.places(sizes[0]))
-
-        def of_epoch(function: Any, dtype: Any, shape: tuple[int | None, ...] = (None,)) -> tf.data.Dataset:
-            # Called when an iterator is made: one pipeline serves all epochs.
-            return tf.data.Dataset.range(1).flat_map(
-                lambda _: tf.data.Dataset.from_tensor_slices(
-                    tf.ensure_shape(tf.numpy_function(function, [], dtype), shape)
-                )
-            )
-
+        self.is_even = not has_header and not any(size % parts.num_parts for size in numbers.sizes)
+        self.has_empty_parts = min(numbers.sizes) < parts.num_parts
         # Without a smaller batch the number of rows is part of the graph, as in Keras: it decides about last bits.
-        is_fixed = not self.rest and not has_header
-        numbers = of_epoch(self._numbers, tf.int64).batch(num_own, drop_remainder=is_fixed)
-        batches = samples.batches(numbers.map(lambda rows: (tf.constant(0, tf.int64), rows)), num_own, seed)
+        is_fixed = not numbers.rest and not has_header
+        order = numbers.batches(numbers.num_own if is_fixed else None)
+        batches = samples.batches(order.map(lambda rows: (tf.constant(0, tf.int64), rows)), numbers.num_own, seed)
         if not self.is_even:
-            per_part = (None, len(parts.numbers))
-            shares = of_epoch(lambda: self._of_steps(self._header.shares), tf.float64, per_part)
-            lengths = of_epoch(lambda: self._of_steps(self._header.rows), tf.int64, per_part)
-            headers = tf.data.Dataset.zip(shares, lengths).map(
-                lambda share, rows: Header(share, rows, tf.zeros([], tf.float64))
-            )
-            batches = tf.data.Dataset.zip(headers, batches)
+            by_size = header_arrays(parts, numbers.sizes)
+
+            def header(step: tf.Tensor) -> Header:
+                is_whole = step < numbers.num_whole
+                return Header(*(tf.where(is_whole, values[0], values[-1]) for values in by_size))
+
+            batches = tf.data.Dataset.zip(numbers.steps().map(header), batches)
         self.dataset = ahead(batches)
 
     def __call__(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
         """Iterator over the batches of an epoch from a step on: (header, batch), or the batch alone if `is_even`."""
         number, begin = divmod(epoch * self.steps_per_epoch + first_step, self.steps)
-        self.position = number, begin, begin + self.steps_per_epoch - first_step
+        self._numbers.position = number, begin, begin + self.steps_per_epoch - first_step
         return iter(self.dataset)
-
-    def _numbers(self) -> NDArray[np.int64]:
-        epoch, first_step, end = self.position
-        order = self.samples.order_of_pass(self.global_batch_size, self.seed, epoch)
-        length = len(order) - self.rest
-        whole, rest = order[:length].reshape(-1, self.global_batch_size), order[length:]
-        if self.samples.shuffle == "batch":
-            draw = np.random.default_rng([self.seed, epoch])
-            whole, rest = draw.permuted(whole, axis=1), draw.permutation(rest)
-        whole = whole[first_step:end]
-        found = [whole[:, self.parts.places(self.global_batch_size)].reshape(-1)]
-        if self.rest and end == self.steps:
-            found.append(rest[self.parts.places(self.rest)])
-        return np.concatenate(found)
-
-    def _of_steps(self, values: NDArray[Any]) -> NDArray[Any]:
-        return values[slice(*self.position[1:])]
 
 
 def _sliceable(nest: Any, target: str) -> Any:

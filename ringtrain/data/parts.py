@@ -108,8 +108,8 @@ def _joined(pieces: list[Any]) -> Any:
     return tf.sparse.concat(0, pieces) if isinstance(pieces[0], tf.SparseTensor) else tf.concat(pieces, 0)
 
 
-def header_arrays(parts: Parts, num_rows: Sequence[int], repeats: Sequence[int]) -> Header:
-    """Headers of successive steps: `repeats` of each number of rows. Arrays with the steps first."""
+def header_arrays(parts: Parts, num_rows: Sequence[int]) -> Header:
+    """Headers of batches with these numbers of rows. Arrays with the batches first."""
     shares = np.array([parts.shares(rows) for rows in num_rows], np.float64)
     lengths = np.array([[max(1, end - begin) for begin, end in parts.bounds(rows)] for rows in num_rows], np.int64)
-    return Header(np.repeat(shares, repeats, 0), np.repeat(lengths, repeats, 0), np.zeros(sum(repeats)))
+    return Header(shares, lengths, np.zeros(len(num_rows)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import time
@@ -14,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.data import pipeline_graph, sharding
-from ringtrain.data.arrays import NumberedRows
+from ringtrain.data import pipeline_graph
+from ringtrain.data.arrays import NumberedRows, RowNumbers
 from ringtrain.data.block_cache import NUM_THREADS, BlockCache, num_bytes
 from ringtrain.data.blocks import Columns
 from ringtrain.data.data_files import files_of
 from ringtrain.data.image_files import Unreadable
+from ringtrain.data.parts import Parts
 from ringtrain.data.python_calls import of_tensorflow, weakly
 from ringtrain.data.range_cache import RangeCache
 from ringtrain.data.record_files import opened
+from ringtrain.data.row_order import Order, lane_order
 from ringtrain.errors import DamagedData, DataError
 
 if TYPE_CHECKING:
@@ -155,21 +156,12 @@ class Records:
 
         if not isinstance(batch_size, int | np.integer) or batch_size < 1:
             raise DataError(f"Records.dataset: got batch_size {batch_size!r}, expected an integer of at least 1")
-        passes = _Passes(RecordRows(self, shuffle=seed is not None), batch_size, seed or 0, epoch)
-        order_of_next = of_tensorflow(passes.order_of_next)
-        num_rows, whole = len(self), len(self) // batch_size * batch_size
-
-        def of_pass(_: tf.Tensor) -> tf.data.Dataset:  # called when an iterator is made
-            order = tf.ensure_shape(tf.numpy_function(order_of_next, [], tf.int64), [num_rows])
-            batches = tf.data.Dataset.from_tensor_slices(tf.reshape(order[:whole], [-1, batch_size]))
-            if whole == num_rows:
-                return batches
-            return batches.concatenate(tf.data.Dataset.from_tensors(order[whole:]))
-
-        numbers = tf.data.Dataset.range(1).flat_map(of_pass).map(lambda batch: (tf.constant(0, tf.int64), batch))
-        batches = passes.rows.batches(numbers, batch_size, seed)
-        batches = batches.apply(tf.data.experimental.assert_cardinality(-(-num_rows // batch_size))).prefetch(2)
-        batches.passes = passes  # as long as the dataset lives, so do they
+        rows = RecordRows(self, shuffle=seed is not None)
+        passes = _Passes(rows, batch_size, Parts.of_rank(0, 1), seed or 0)
+        passes.position = epoch, 0, passes.num_steps
+        order = passes.batches(None if passes.rest else batch_size)
+        batches = rows.batches(order.map(lambda numbers: (tf.constant(0, tf.int64), numbers)), batch_size, seed)
+        batches = batches.apply(tf.data.experimental.assert_cardinality(passes.num_steps)).prefetch(2)
         return batches
 
     def values_of(self, numbers: NDArray[np.int64]) -> list[NDArray[Any]]:
@@ -300,18 +292,10 @@ class RecordRows(NumberedRows):
         numbers = tf.data.Dataset.from_tensors((tf.constant(0, tf.int64), np.arange(begin, end)))
         return next(iter(self._batches(numbers, end - begin, self.records.values_or_others)))
 
-    def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-        num_steps = len(self) // global_batch_size
-        order = self.order_of_pass(global_batch_size, seed, epoch)
-        return order[: num_steps * global_batch_size].reshape(num_steps, global_batch_size)
-
-    def order_of_pass(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-        if self.shuffle is not True:
-            return np.arange(len(self))
+    def _shuffled(self, global_batch_size: int, seed: int, epoch: int) -> Order:
         ends = np.minimum(self.records.starts, len(self))
-        block_rows = [rows for rows in np.diff(ends).tolist() if rows]
         num_lanes = next(number for number in LANES if number <= min(self.records.lanes, global_batch_size))
-        return sharding.lane_order(block_rows, num_lanes, global_batch_size, seed, epoch)
+        return lane_order(np.diff(ends), num_lanes, global_batch_size, seed, epoch)
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
         records = self.records
@@ -355,14 +339,14 @@ class RecordRows(NumberedRows):
         return batches
 
 
-class _Passes:
-    """Orders of successive passes over the rows."""
+class _Passes(RowNumbers):
+    """Row numbers of another pass in each iteration."""
 
-    def __init__(self, rows: RecordRows, batch_size: int, seed: int, epoch: int) -> None:
-        self.rows, self._how, self._epochs = rows, (batch_size, seed), itertools.count(epoch)
-
-    def order_of_next(self) -> NDArray[np.int64]:
-        return self.rows.order_of_pass(*self._how, next(self._epochs))
+    def next_position(self) -> NDArray[np.int64]:
+        position = super().next_position()
+        number, first, end = self.position
+        self.position = number + 1, first, end
+        return position
 
 
 def _folder_in(cache: str | Path) -> Path:

@@ -45,26 +45,6 @@ def file_order(samples_per_file: Sequence[int], global_batch_size: int, seed: in
     return draw.permuted(line.reshape(global_batch_size, num_samples // global_batch_size), axis=1).T
 
 
-def lane_order(
-    block_rows: Sequence[int], num_lanes: int, global_batch_size: int, seed: int, epoch: int
-) -> NDArray[np.int64]:
-    """Returns the order of all rows of an epoch, for rows that are read in blocks: each rank reads few of them at once.
-
-    The shuffled blocks, each with its rows shuffled, are one line, which is cut into lanes. A lane has neighbouring
-    places in each global batch, to which it gives its next rows; so a batch has rows of one or two blocks per lane. The
-    end of the line, less than a batch, comes last. Row numbers count through the blocks in the order of `block_rows`.
-    """
-    draw = np.random.default_rng([seed, epoch])
-    ends = np.cumsum(block_rows)
-    blocks = [ends[k] - block_rows[k] + draw.permutation(block_rows[k]) for k in draw.permutation(len(ends))]
-    line = np.concatenate(blocks)
-    steps = len(line) // global_batch_size
-    places = [end - begin for begin, end in (part_of(global_batch_size, lane, num_lanes) for lane in range(num_lanes))]
-    lanes = np.split(line[: steps * global_batch_size], steps * np.cumsum(places)[:-1])
-    batches = [lane.reshape(steps, num) for lane, num in zip(lanes, places, strict=True)]
-    return np.concatenate([np.concatenate(batches, axis=1).reshape(-1), line[steps * global_batch_size :]])
-
-
 def training_shard(order: NDArray[np.int64], rank: int, size: int) -> NDArray[np.int64]:
     """Returns the samples that one rank trains in one epoch, [steps, batch_size], from `order` [steps, global batch].
 

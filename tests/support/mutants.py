@@ -151,6 +151,11 @@ MUTANTS = (
         f"{UNIT}/test_sharding.py::test_no_sample_comes_twice_and_every_rank_makes_the_same_steps",
     ),
     Mutant(
+        *("rows of a block that depend on the steps before", "data/row_order.py"),
+        *("int(self._blocks[index]) + 1]", "len(self._in_part)]"),
+        f"{UNIT}/test_row_order.py::test_any_steps_are_those_of_the_whole_order",
+    ),
+    Mutant(
         *("every rank evaluates the first shard", "data/sharding.py"),
         *("part_of(-(-num_samples // whole), rank, size)", "part_of(-(-num_samples // whole), 0, size)"),
         f"{UNIT}/test_sharding.py::test_evaluation_covers_every_sample_once",

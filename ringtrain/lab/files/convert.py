@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.data import sharding
 from ringtrain.data.blocks import Columns, Files
+from ringtrain.data.row_order import Order, Unshuffled, lane_order
 from ringtrain.errors import DataError, LaunchError
 from ringtrain.lab.files.show import all_columns
 from ringtrain.options import AT_LEAST_0, AT_LEAST_1, Argument, N
@@ -89,14 +89,14 @@ def _blocks(files: Files, num_rows: int, seed: int | None) -> Iterator[Columns]:
     """The rows in blocks of `num_rows`, of which the last has the rest; with a seed, each has rows of LANES blocks."""
     sizes = [block.num_rows for block in files.blocks]
     starts = np.cumsum([0, *sizes])
-    order = np.arange(starts[-1])
+    order = Order(Unshuffled(starts[-1]), num_rows)
     num_kept = 2
     if seed is not None:
-        order = sharding.lane_order(sizes, min(LANES, num_rows), num_rows, seed, 0)
+        order = lane_order(sizes, min(LANES, num_rows), num_rows, seed, 0)
         num_kept = LANES + 1
     read = functools.lru_cache(num_kept)(lambda number: files.read(files.blocks[number]))
-    for begin in range(0, len(order), num_rows):
-        numbers = order[begin : begin + num_rows]
+    for step in range(order.num_steps):
+        numbers = order.batch(step)
         of_rows = np.searchsorted(starts, numbers, side="right") - 1
         by_block = np.argsort(of_rows, kind="stable")
         found, begins = np.unique(of_rows[by_block], return_index=True)

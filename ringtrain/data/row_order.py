@@ -1,0 +1,144 @@
+"""Order of the rows of an epoch, of which only the rows of some steps are made at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ringtrain.data.sharding import part_of
+
+
+class Line(Protocol):
+    """Numbers of rows, each once, in some order: an array, or an object that makes those of a slice."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, places: slice, /) -> NDArray[np.int64]: ...
+
+
+class Unshuffled:
+    """Line of the row numbers in ascending order."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, places: slice, /) -> NDArray[np.int64]:
+        return np.arange(*places.indices(self._num_rows))
+
+
+class ShuffledBlocks:
+    """Line of blocks, each with its rows shuffled. In memory are the orders of the blocks that are read in part.
+
+    The order of a block's rows depends on seed, epoch and its number alone, so that any slice can be made by itself.
+
+    Args:
+        block_rows: Rows of each block. Row numbers count through the blocks.
+        blocks: Numbers of all blocks, as they come in the line.
+    """
+
+    def __init__(self, block_rows: NDArray[np.int64], blocks: NDArray[np.int64], seed: int, epoch: int) -> None:
+        self._blocks, self._seed, self._epoch = blocks, seed, epoch
+        self._num_rows = block_rows[blocks]
+        self._first_rows = (np.cumsum(block_rows) - block_rows)[blocks]
+        self._ends = np.cumsum(self._num_rows)
+        self._in_part: dict[int, NDArray[np.uint32]] = {}
+        """orders of blocks by their index in the line"""
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, places: slice, /) -> NDArray[np.int64]:
+        begin, end, _ = places.indices(len(self))
+        index = int(np.searchsorted(self._ends, begin, side="right"))
+        pieces = [np.zeros(0, np.int64)]
+        while begin < end:
+            pieces.append(self._rows_of_block(index, begin, end))
+            begin = int(self._ends[index])
+            index += 1
+        return np.concatenate(pieces)
+
+    def _rows_of_block(self, index: int, begin: int, end: int) -> NDArray[np.int64]:
+        """Rows of a block at the places of the line from `begin` up to `end`, which may be after its own."""
+        block_end = int(self._ends[index])
+        block_begin = block_end - int(self._num_rows[index])
+        order = self._in_part.pop(index, None)
+        if order is None:
+            order = self._order_of_block(index)
+        if end < block_end:
+            self._in_part[index] = order  # the next slice of this lane begins here
+        rows = order[begin - block_begin : end - block_begin]
+        return rows.astype(np.int64) + self._first_rows[index]
+
+    def _order_of_block(self, index: int) -> NDArray[np.uint32]:
+        num_rows = int(self._num_rows[index])
+        if num_rows == 1:  # an image: a generator takes longer than all else
+            return np.zeros(1, np.uint32)
+        # [seed, epoch] is for the order of the blocks, and has the bits of [seed, epoch, 0].
+        draw = np.random.default_rng([self._seed, self._epoch, int(self._blocks[index]) + 1])
+        return draw.permutation(num_rows).astype(np.uint32)
+
+
+class Order:
+    """Order of all rows of an epoch, in batches of one size and a last, smaller one.
+
+    The line is cut into lanes. A lane has neighbouring places in each batch, to which it gives its next rows. The end
+    of the line, less than a batch, comes last.
+
+    Attributes:
+        num_whole: Number of whole batches.
+        num_steps: Number of batches.
+    """
+
+    def __init__(self, line: Line, global_batch_size: int, num_lanes: int = 1) -> None:
+        self._line, self._batch_size = line, global_batch_size
+        self.num_whole = len(line) // global_batch_size
+        self.num_steps = -(-len(line) // global_batch_size)
+        self._lanes = [part_of(global_batch_size, lane, num_lanes) for lane in range(num_lanes)]
+
+    def batch(self, step: int) -> NDArray[np.int64]:
+        """Rows of one batch."""
+        first_place = step * self._batch_size
+        num_rows = min(self._batch_size, len(self._line) - first_place)
+        return self.rows(step, step + 1, range(num_rows))[0]
+
+    def rows(self, first: int, end: int, places: ArrayLike) -> NDArray[np.int64]:
+        """Rows at these places of each batch from `first` up to `end`, [end - first, len(places)].
+
+        The last, smaller batch comes alone. Only the lanes are read that have one of the places.
+        """
+        chosen = np.asarray(places)
+        if end > self.num_whole:
+            rest = self._line[first * self._batch_size : len(self._line)]
+            return rest[chosen][np.newaxis]
+        lanes = [(begin, stop) for begin, stop in self._lanes if begin <= chosen.max() and stop > chosen.min()]
+        columns = []
+        for begin, stop in lanes:
+            width = stop - begin
+            start = self.num_whole * begin  # of the lane in the line
+            numbers = self._line[start + first * width : start + end * width]
+            columns.append(numbers.reshape(end - first, width))
+        return np.concatenate(columns, axis=1)[:, chosen - lanes[0][0]]
+
+
+def lane_order(block_rows: Sequence[int], num_lanes: int, global_batch_size: int, seed: int, epoch: int) -> Order:
+    """Returns the order of an epoch for rows that are read in blocks: each rank reads few of them at once.
+
+    The blocks are shuffled, and the rows of each. A batch has rows of one or two blocks per lane. Row numbers count
+    through the blocks in the order of `block_rows`.
+    """
+    sizes = np.asarray(block_rows, np.int64)
+    blocks = np.random.default_rng([seed, epoch]).permutation(len(sizes))
+    return Order(ShuffledBlocks(sizes, blocks, seed, epoch), global_batch_size, num_lanes)
+
+
+def order_within_batches(num_rows: int, global_batch_size: int, seed: int, epoch: int) -> Order:
+    """Returns an order in which each batch has the rows that follow those before it, shuffled."""
+    begins = np.arange(0, num_rows, global_batch_size)
+    sizes = np.diff(begins, append=num_rows)
+    return Order(ShuffledBlocks(sizes, np.arange(len(sizes)), seed, epoch), global_batch_size)

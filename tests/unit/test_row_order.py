@@ -1,0 +1,121 @@
+"""Orders of which some steps are made at a time: those of the whole order, for any blocks, lanes, batches and ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from ringtrain.data.parts import Parts
+from ringtrain.data.row_order import Order, ShuffledBlocks, Unshuffled, lane_order, order_within_batches
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def lane_orders(draw: st.DrawFn) -> tuple[Any, ...]:
+    """Arguments of `lane_order`."""
+    block_rows = draw(st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(sum))
+    batch = draw(st.integers(1, 50))
+    return block_rows, draw(st.integers(1, 8)), batch, draw(SEEDS), draw(st.integers(0, 50))
+
+
+def whole(order: Order) -> NDArray[np.int64]:
+    return np.concatenate([order.batch(step) for step in range(order.num_steps)])
+
+
+@given(lane_orders())
+def test_every_row_comes_once(arguments: tuple[Any, ...]) -> None:
+    num_rows, batch = sum(arguments[0]), arguments[2]
+    order = lane_order(*arguments)
+    assert sorted(whole(order)) == list(range(num_rows))
+    assert (order.num_whole, order.num_steps) == (num_rows // batch, -(-num_rows // batch))
+    assert np.array_equal(whole(lane_order(*arguments)), whole(order))
+
+
+@given(lane_orders(), st.data())
+def test_any_steps_are_those_of_the_whole_order(arguments: tuple[Any, ...], data: st.DataObject) -> None:
+    rows, batch = whole(lane_order(*arguments)), arguments[2]
+    order = lane_order(*arguments)
+    for _ in range(3):
+        step = data.draw(st.integers(0, order.num_steps - 1))
+        assert np.array_equal(order.batch(step), rows[step * batch : (step + 1) * batch])
+    if order.num_whole:
+        first = data.draw(st.integers(0, order.num_whole - 1))
+        end = data.draw(st.integers(first + 1, order.num_whole))
+        places = data.draw(st.lists(st.integers(0, batch - 1), min_size=1, max_size=5))
+        expected = rows[: order.num_whole * batch].reshape(-1, batch)[first:end][:, places]
+        assert np.array_equal(order.rows(first, end, places), expected)
+
+
+@given(lane_orders(), st.integers(1, 5))
+def test_parts_of_ranks_are_those_of_the_whole_order(arguments: tuple[Any, ...], size: int) -> None:
+    """Each rank has an order of its own, of which it asks its rows alone."""
+    rows, batch = whole(lane_order(*arguments)), arguments[2]
+    orders = [lane_order(*arguments) for _ in range(size)]
+    for step in range(orders[0].num_steps):
+        expected = rows[step * batch : (step + 1) * batch]
+        parts = []
+        for rank, order in enumerate(orders):
+            ((begin, end),) = Parts.of_rank(rank, size).bounds(len(expected))
+            if begin < end:
+                parts.append(order.rows(step, step + 1, range(begin, end))[0])
+        assert np.array_equal(np.concatenate(parts), expected)
+
+
+def test_blocks_that_draw_from_one_generator_depend_on_the_steps_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the tests above."""
+    draw = np.random.default_rng(0)
+
+    def order_of_block(self: ShuffledBlocks, index: int) -> NDArray[np.uint32]:
+        return draw.permutation(int(self._num_rows[index])).astype(np.uint32)
+
+    arguments: tuple[Any, ...] = [40] * 6, 1, 32, 5, 0
+    assert np.array_equal(lane_order(*arguments).batch(5), whole(lane_order(*arguments))[160:192])
+    monkeypatch.setattr(ShuffledBlocks, "_order_of_block", order_of_block)
+    rows = whole(lane_order(*arguments))
+    assert sorted(rows) == list(range(240))
+    assert not np.array_equal(lane_order(*arguments).batch(5), rows[160:192])
+
+
+def test_blocks_and_their_rows_are_shuffled_and_differ_between_epochs_and_seeds() -> None:
+    orders = [whole(lane_order([50] * 8, 1, 16, seed, epoch)) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    blocks = {tuple(order[::50] // 50) for order in orders}
+    assert len(blocks) == 3
+    in_block_0 = {tuple(order[order < 50]) for order in orders}
+    assert len(in_block_0) == 3
+    rows_of_blocks = {tuple(orders[0][orders[0] // 50 == block] % 50) for block in range(8)}
+    assert len(rows_of_blocks) == 8
+
+
+@pytest.mark.parametrize("num_places", [8, 32])
+def test_the_orders_of_a_few_blocks_are_in_memory(num_places: int) -> None:
+    """One per lane that a rank reads, from any step on, although there are 400 blocks."""
+    num_lanes, batch = 8, 32
+    order = lane_order([50] * 400, num_lanes, batch, 0, 0)
+    for step in range(100, order.num_whole):
+        order.rows(step, step + 1, range(num_places))
+        assert len(order._line._in_part) <= num_lanes * num_places // batch  # type: ignore[attr-defined]
+
+
+@given(st.integers(1, 200), st.integers(1, 50), SEEDS)
+def test_an_order_within_batches_keeps_the_batches(num_rows: int, batch: int, seed: int) -> None:
+    order = order_within_batches(num_rows, batch, seed, 3)
+    in_order = Order(Unshuffled(num_rows), batch)
+    assert order.num_steps == in_order.num_steps
+    for step in reversed(range(order.num_steps)):
+        begin = step * batch
+        assert in_order.batch(step).tolist() == list(range(begin, min(begin + batch, num_rows)))
+        assert sorted(order.batch(step)) == in_order.batch(step).tolist()
+    assert num_rows < 100 or batch < 10 or not np.array_equal(order.batch(0), in_order.batch(0))
+
+
+def test_an_array_is_an_order() -> None:
+    numbers = np.random.default_rng(0).permutation(100)
+    order = Order(numbers, 16)
+    assert np.array_equal(whole(order), numbers)
+    assert np.array_equal(order.rows(2, 4, [3, 5]), numbers[32:64].reshape(2, 16)[:, [3, 5]])
