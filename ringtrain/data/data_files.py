@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
 from ringtrain.data.range_cache import RangeCache
-from ringtrain.errors import DamagedData, DataError
+from ringtrain.errors import DamagedData, DataError, RingtrainError
 
 NUM_THREADS = 16
 """that look at files"""
@@ -256,7 +256,7 @@ def with_retries(read: Callable[[], Result], url: str, message: str) -> Result:
             time.sleep(FIRST_PAUSE_S * 2 ** (number - 1))
         try:
             return read()
-        except DataError:
+        except RingtrainError:
             raise
         except Exception as error:  # of the system, pyarrow, fsspec, or the library of a store
             is_final = isinstance(error, FileNotFoundError | PermissionError)

@@ -37,7 +37,8 @@ UNFINISHED = ".unfinished-"
 REMOVED = ".removed-"
 READ_AGAIN_S = (0.5, 2.0)
 """Pauses in seconds before a failed read is repeated: file servers can fail for a moment."""
-NAME = re.compile(r"step-(\d{8,})")
+NAME = re.compile(r"step-(\d{8,})(-[0-9a-f]{8})?")
+"""of a checkpoint; in a mirror, with its writer"""
 
 
 @dataclass(frozen=True)
@@ -151,12 +152,18 @@ def _verify(folder: Path) -> Checkpoint:
     return Checkpoint(folder, manifest)
 
 
+def step_of(name: str) -> int:
+    """Returns the step of a checkpoint from the name of its folder; -1 if it is none."""
+    found = NAME.fullmatch(name)
+    return int(found[1]) if found else -1
+
+
 def saved_in(folder: Path) -> list[Path]:
     """Returns the checkpoint folders of a run, newest first, including incomplete ones."""
     # Not glob, which treats an unreadable folder as empty.
     names = os.listdir(folder) if folder.is_dir() else []
     found = [folder / name for name in names if NAME.fullmatch(name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+    return sorted(found, key=lambda path: step_of(path.name), reverse=True)
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -189,7 +196,7 @@ def prune(folder: Path, keep: int, best_by: str) -> None:
 
 def remove_after(folder: Path, global_step: int) -> None:
     """Removes later checkpoints, and incomplete folders, on resume; none if one that may be valid is unreadable."""
-    later = [path for path in saved_in(folder) if int(path.name.removeprefix("step-")) > global_step]
+    later = [path for path in saved_in(folder) if step_of(path.name) > global_step]
     for path in later:
         with contextlib.suppress(DamagedCheckpoint):
             verify(path)

@@ -56,9 +56,14 @@ class Lease:
     ) -> None:
         self.store, self.file, self.url, self.on_loss = store, f"{path}/{LEASE}", url, on_loss
         self._token = uuid.uuid4().hex
+        self._earlier = ""
+        """token of the holder that was replaced; a write of it that was under way may still arrive"""
+        self._confirmed_s = 0.0
+        """time at which it was last known to be this job's"""
         self._renewals = 0
         self._taken_by = ""
         self._is_released = threading.Event()
+        self._is_checked = threading.Lock()
         self._take(same_job, expires_s)
         self._thread = threading.Thread(target=self._keep, name="ringtrain-lease", daemon=True)
         self._thread.start()
@@ -75,39 +80,64 @@ class Lease:
                 f"{self.url}: taken over by {self._taken_by}: this job ends: choose another --run.name"
             )
 
+    @property
+    def writer(self) -> str:
+        """Name of the holder in the names of what it writes, of 8 letters."""
+        return self._token[:8]
+
+    def confirm(self) -> None:
+        """Reads it if it was not renewed in time, as after the process was frozen; raises RunDirectoryError if lost."""
+        while time.monotonic() > self._confirmed_s + 2 * RENEWED_S and not self.is_lost:
+            self._check()
+        self.raise_if_lost()
+
     def release(self) -> None:
         """Gives it up."""
         self._is_released.set()
         self._thread.join()
         with contextlib.suppress(Exception):  # else it expires
-            if _token(self._read()) == self._token:
+            if not self.is_lost and _token(self._read()) == self._token:
                 self.store.rm_file(self.file)
 
     def _take(self, same_job: bool, expires_s: float) -> None:
         """Writes the lease, at once or when its holder has not renewed it for a while."""
-        if self._created() and self._is_kept():
+        # Read first: a store without conditional writes would overwrite it.
+        if not self._read() and self._created() and not self._others():
             return
         first, begin_s = self._read(), time.monotonic()
-        in_use = f"{self.url}: in use by {_holder(first)}"
         job = _facts(first).get("job")
-        if not (same_job and job and job == os.environ.get(JOB)):
+        is_own = _token(first) == self._token  # whose first write has arrived late
+        if not is_own and not (same_job and job and job == os.environ.get(JOB)):
             why = f"waiting for up to {expires_s:g} s: if that process is lost, its lease expires"
-            print(f"ringtrain: {in_use}: {why}", file=sys.stderr, flush=True)
-            while time.monotonic() < begin_s + expires_s:
+            print(f"ringtrain: {self.url}: in use by {_holder(first)}: {why}", file=sys.stderr, flush=True)
+            read_s = begin_s
+            # Read again after a pause in which this process was frozen: another job may hold it by now.
+            while read_s < begin_s + expires_s or time.monotonic() > read_s + RENEWED_S:
                 time.sleep(POLL_S)
-                now = self._read()
-                if not now and self._created() and self._is_kept():
+                read_s, now = time.monotonic(), self._read()
+                if _token(now) == self._token:  # its first write has arrived late
+                    break
+                if not now and self._created() and not self._others():
                     return
                 if now != first:
-                    raise RunDirectoryError(f"{in_use}: wait until it ends, or choose another --run.name")
+                    raise RunDirectoryError(self._in_use_by(now or first))
+        self._earlier = _token(first)
         with_retries(self._write, self.url, f"{self.url}: cannot be written")
-        if not self._is_kept():
-            raise RunDirectoryError(f"{in_use}, and taken over by another job: choose another --run.name")
+        other = self._others()
+        if other:
+            raise RunDirectoryError(self._in_use_by(other))
 
-    def _is_kept(self) -> bool:
-        """Returns whether it is still this job's after a while, in which another one may have written it as well."""
+    def _in_use_by(self, text: str) -> str:
+        return f"{self.url}: in use by {_holder(text)}: wait until it ends, or choose another --run.name"
+
+    def _others(self) -> str:
+        """Text of the lease if it is another job's after a while, in which both may have written it; else ""."""
         time.sleep(POLL_S)
-        return _token(self._read()) == self._token
+        read_s, text = time.monotonic(), self._read()
+        if _token(text) != self._token:
+            return text or "?"
+        self._confirmed_s = read_s
+        return ""
 
     def _created(self) -> bool:
         """Writes it if there is none; returns whether it is this job's."""
@@ -128,12 +158,24 @@ class Lease:
         """Renews it until it is released or lost; the body of the thread."""
         while not self._is_released.wait(RENEWED_S):
             with contextlib.suppress(Exception):  # once more in a while; the lease lasts longer than that
-                text = self._read()
-                if text and _token(text) != self._token:
-                    self._taken_by = _holder(text)
-                    self.on_loss()
-                    return
+                self._check()
+            if self.is_lost:
+                return
+
+    def _check(self) -> None:
+        """Renews it, or notes that another job has it."""
+
+        def renew() -> None:
+            read_s, text = time.monotonic(), self._read()
+            if text and _token(text) not in (self._token, self._earlier):
+                self._taken_by = _holder(text)
+                self.on_loss()
+            elif time.monotonic() < read_s + RENEWED_S:  # else it was frozen, and another job may have it by now
                 self._write()
+                self._confirmed_s = read_s
+
+        with self._is_checked:
+            with_retries(renew, self.url, f"{self.url}: cannot be written")
 
     def _read(self) -> str:
         def read() -> str:

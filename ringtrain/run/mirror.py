@@ -3,6 +3,10 @@
 MIRROR/NAME/ has the files of the run folder, in the same places. A checkpoint is complete there once its manifest,
 which is written last, is there; files are compared with its checksums when they are read back. One job at a time may
 write, which holds the lease MIRROR/NAME/.lease. Any file system of fsspec will do.
+
+No lease stops a request that is under way, nor a process that was frozen before it. So each job writes checkpoints to
+folders of its own, step-00000440-WRITER, and a complete one is removed only by a job that has a later one there: the
+newest complete one stays, whatever two jobs do at the same time.
 """
 
 from __future__ import annotations
@@ -14,12 +18,12 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ringtrain.data.data_files import store_of, with_retries
-from ringtrain.errors import CheckpointError, DamagedCheckpoint
+from ringtrain.errors import CheckpointError, DamagedCheckpoint, DataError, RunDirectoryError
 from ringtrain.run import checkpoint
 from ringtrain.run.lease import Lease
 from ringtrain.run.run_folder import LEASE, LEASE_EXPIRES_S, LOCK
@@ -57,8 +61,9 @@ class Mirror:
         self.store, self.path = store_of(self.url)
         protocols = {self.store.protocol} if isinstance(self.store.protocol, str) else set(self.store.protocol)
         self.has_folders = not protocols & OBJECT_STORES
-        self.copied: list[int] = []
-        """steps of the checkpoints that are complete there"""
+        self._there: dict[int, str] = {}
+        """names there of the complete checkpoints that this job has copied, by their steps"""
+        self._damaged: set[str] = set()
         self.failures: list[str] = []
         self.seconds = 0.0
         """spent copying, beside training"""
@@ -68,8 +73,8 @@ class Mirror:
         self._changed = threading.Condition()
         self._waiting: Path | None = None
         """run folder whose newest checkpoint and files are to be copied"""
-        self._missing: list[int] = []
-        """steps of checkpoints that are not yet in the local folder"""
+        self._missing: list[str] = []
+        """names of checkpoints that are not yet in the local folder"""
         self._folder = Path()
         self._states: dict[str, tuple[int, int]] = {}
         """size and time of each file when it was copied"""
@@ -94,62 +99,75 @@ class Mirror:
         Returns:
             The local checkpoint; None if the local folder is as far, or the mirror has nothing.
         """
-        steps = self._complete_steps()
-        self.copied = sorted(steps)
         newest, _ = checkpoint.newest(folder / "checkpoints")
         local_step = newest.global_step if newest else -1
-        later = sorted((step for step in steps if step > local_step), reverse=True)
-        if later:  # the checkpoint last: with it, the local folder is as far
-            for name in self._files_there():
-                self._get(name, folder / name)
         fetched = None
-        for step in later:
-            fetched = fetched or self._fetch_whole(step, folder / "checkpoints")
-        local = {_step_of(path) for path in checkpoint.saved_in(folder / "checkpoints")}
+        while not fetched:  # listed anew after one that is damaged, or was removed meanwhile since there is a later one
+            self._there = {checkpoint.step_of(name): name for name in self._complete()}
+            step = max(self._there, default=-1)
+            if step <= local_step:
+                break
+            for name in self._files_there():  # the checkpoint last: with it, the local folder is as far
+                self._get(name, folder / name)
+            fetched = self._fetch_whole(self._there[step], folder / "checkpoints")
+        local = {checkpoint.step_of(path.name) for path in checkpoint.saved_in(folder / "checkpoints")}
         with self._changed:
-            self._missing, self._folder = [step for step in self.copied if step not in local], folder
+            self._missing = [name for step, name in self._there.items() if step not in local]
+            self._folder = folder
         return fetched
 
-    def _fetch_whole(self, step: int, local: Path) -> Path | None:
+    def _fetch_whole(self, name: str, local: Path) -> Path | None:
         """Copies a checkpoint to a local folder; None if it is damaged, which is reported."""
         try:
-            return self._fetch_checkpoint(step, local)
+            return self._fetch_checkpoint(name, local)
         except DamagedCheckpoint as error:
-            self.copied.remove(step)
+            self._damaged.add(name)
+            self._there.pop(checkpoint.step_of(name), None)
             print(f"ringtrain: {self.url}: {error}", file=sys.stderr, flush=True)
             return None
+
+    @property
+    def copied(self) -> list[int]:
+        """Steps of the checkpoints that are complete there."""
+        return sorted(self._there)
 
     @property
     def has_run(self) -> bool:
         """True if there are files of a run."""
         return any(name != LEASE for name in self._find(""))
 
-    def _complete_steps(self) -> list[int]:
-        """Steps of the checkpoints with a manifest; removes what copies that were cut off have left."""
-        whole, all_steps = set(), set()
-        for name in self._find("checkpoints"):
-            folder, _, file = name.removeprefix("checkpoints/").partition("/")
-            if checkpoint.NAME.fullmatch(folder):
-                all_steps.add(folder)
-                whole |= {folder} if file == checkpoint.MANIFEST else set()
-        for folder in all_steps - whole:
-            self._remove(f"checkpoints/{folder}")
-        return [int(folder.removeprefix("step-")) for folder in whole]
+    def _complete(self) -> list[str]:
+        """Names of the checkpoints with a manifest, but for damaged ones."""
+        names = [name for name, is_complete in self._checkpoints().items() if is_complete]
+        return [name for name in names if name not in self._damaged]
 
-    def _fetch_checkpoint(self, step: int, local: Path) -> Path:
-        name = f"step-{step:08d}"
-        unfinished = local / f"{checkpoint.UNFINISHED}{name}"
+    def _checkpoints(self) -> dict[str, bool]:
+        """Names of the checkpoints there, in their order, and whether they have a manifest."""
+        found: dict[str, bool] = {}
+        for path in self._find("checkpoints"):
+            name, _, file = path.removeprefix("checkpoints/").partition("/")
+            if checkpoint.NAME.fullmatch(name):
+                found[name] = found.get(name, False) or file == checkpoint.MANIFEST
+        return found
+
+    def _fetch_checkpoint(self, name: str, local: Path) -> Path:
+        final = local / f"step-{checkpoint.step_of(name):08d}"
+        unfinished = local / f"{checkpoint.UNFINISHED}{final.name}"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         try:
             for file in self._find(f"checkpoints/{name}"):
                 self._get(file, unfinished / file.rpartition("/")[2])
             checkpoint.verify(unfinished)
-            shutil.rmtree(local / name, ignore_errors=True)
-            os.rename(unfinished, local / name)
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(unfinished, final)
+        except DataError as error:
+            if isinstance(error.__cause__, FileNotFoundError):  # removed meanwhile
+                raise DamagedCheckpoint(str(error)) from error
+            raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-        return local / name
+        return final
 
     def _files_there(self) -> list[str]:
         names = [name.split("/") for name in self._find("")]
@@ -215,28 +233,42 @@ class Mirror:
                 self._changed.notify_all()
 
     def _fetch_missing(self) -> None:
-        for step in self._missing:
+        for name in self._missing:
             with contextlib.suppress(Exception):
-                self._fetch_whole(step, self._folder / "checkpoints")
+                self._fetch_whole(name, self._folder / "checkpoints")
         self._missing = []
 
     def _copy(self, folder: Path) -> None:
-        begin_s, self._error = time.perf_counter(), ""
-        try:
-            newest = next(iter(checkpoint.saved_in(folder / "checkpoints")), None)
-            if newest and _step_of(newest) not in self.copied:
-                self._copy_checkpoint(newest)
-            self._remove_old(folder)
-            for path in _files_of(folder):
-                self._put_if_changed(path, path.relative_to(folder).as_posix())
-        except Exception as error:  # whatever a store's library raises: `finish` waits for this thread
-            self._error = str(error)
-            self.failures.append(self._error)
-            print(f"ringtrain: {self._error}; it is tried again with the next copy", file=sys.stderr, flush=True)
+        begin_s = time.perf_counter()
+        self._error = self._failed(lambda: self._copy_new(folder), "it is tried again with the next copy")
+        if not self._error:  # what is left there makes it no less complete
+            self._failed(lambda: self._remove_old(folder), "it stays there, and is removed with a later one")
         self.seconds += time.perf_counter() - begin_s
+
+    def _failed(self, act: Callable[[], None], then: str) -> str:
+        """Does something; returns why it failed, which is reported, or ""."""
+        try:
+            act()
+        except RunDirectoryError:  # the lease is lost, which `finish` and the run's next step say
+            return ""
+        except Exception as error:  # whatever a store's library raises: `finish` waits for this thread
+            self.failures.append(str(error))
+            print(f"ringtrain: {error}; {then}", file=sys.stderr, flush=True)
+            return str(error)
+        return ""
+
+    def _copy_new(self, folder: Path) -> None:
+        """Copies the newest checkpoint, and the files that have changed."""
+        newest = next(iter(checkpoint.saved_in(folder / "checkpoints")), None)
+        if newest and checkpoint.step_of(newest.name) not in self._there:
+            self._copy_checkpoint(newest)
+        for path in _files_of(folder):
+            self._put_if_changed(path, path.relative_to(folder).as_posix())
 
     def _copy_checkpoint(self, saved: Path) -> None:
         """Copies a checkpoint, from links: the run may remove it before all of it is copied."""
+        step = checkpoint.step_of(saved.name)
+        name = f"step-{step:08d}-{self.lease.writer}"
         held = saved.with_name(f"{checkpoint.UNFINISHED}mirror")
         shutil.rmtree(held, ignore_errors=True)
         held.mkdir()
@@ -245,19 +277,24 @@ class Mirror:
                 _link(path, held / path.name)
             files = sorted(held.iterdir(), key=lambda path: path.name == checkpoint.MANIFEST)
             for path in files:  # the manifest last
-                self._put(path, f"checkpoints/{saved.name}/{path.name}")
+                self._put(path, f"checkpoints/{name}/{path.name}")
         finally:
             shutil.rmtree(held, ignore_errors=True)
-        self.copied = sorted({*self.copied, _step_of(saved)})
+        self._there[step] = name
 
     def _remove_old(self, folder: Path) -> None:
-        """Removes the checkpoints that the run has removed, once its newest one is complete."""
-        kept = {_step_of(path) for path in checkpoint.saved_in(folder / "checkpoints")}
-        if not kept or max(kept) not in self.copied:
+        """Removes what the run has removed, and what other jobs have left, once the newest checkpoint is complete."""
+        kept = {checkpoint.step_of(path.name) for path in checkpoint.saved_in(folder / "checkpoints")}
+        newest = max(kept, default=-1)
+        if newest not in self._there:
             return
-        for step in [step for step in self.copied if step not in kept]:
-            self._remove(f"checkpoints/step-{step:08d}")
-            self.copied.remove(step)
+        in_use = {name for step, name in self._there.items() if step in kept}
+        for name, is_complete in self._checkpoints().items():
+            step = checkpoint.step_of(name)
+            is_old = step < newest or (step == newest and not is_complete)
+            if is_old and name not in in_use:
+                self._remove(f"checkpoints/{name}")
+        self._there = {step: name for step, name in self._there.items() if step in kept}
 
     # ---- one file ----------------------------------------------------------------------------------------------------
 
@@ -282,6 +319,7 @@ class Mirror:
 
     def _put(self, path: Path, name: str) -> None:
         def put() -> None:
+            self.lease.confirm()
             if self.has_folders:
                 self.store.makedirs(f"{self.path}/{name}".rpartition("/")[0], exist_ok=True)
             self.store.put_file(str(path), f"{self.path}/{name}")
@@ -301,6 +339,7 @@ class Mirror:
 
         def remove() -> None:
             for name in names:
+                self.lease.confirm()
                 with contextlib.suppress(FileNotFoundError):
                     self.store.rm_file(f"{self.path}/{name}")
 
@@ -315,10 +354,6 @@ def _files_of(folder: Path) -> Iterator[Path]:
         is_left_out = path.relative_to(folder).parts[0] in NOT_COPIED or path.name.startswith(".unfinished")
         if path.is_file() and not is_left_out:
             yield path
-
-
-def _step_of(saved: Path) -> int:
-    return int(saved.name.removeprefix("step-"))
 
 
 def _link(path: Path, link: Path) -> None:

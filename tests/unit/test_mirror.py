@@ -46,7 +46,8 @@ def saved(folder: Path, *steps: int, accuracy: float = 0.5) -> Path:
 
 
 def steps_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("checkpoints/*") if (path / checkpoint.MANIFEST).exists())
+    paths = checkpoint.saved_in(folder / "checkpoints")
+    return sorted(path.name[:13] for path in paths if (path / checkpoint.MANIFEST).exists())
 
 
 def names(*steps: int) -> list[str]:
@@ -65,6 +66,8 @@ def test_a_run_goes_on_where_its_disk_is_gone(quick, tmp_path):
     assert steps_in(there / "r") == names(20, 30)
     assert not (there / "r" / LEASE).exists() and not (there / "r" / ".lock").exists()
     assert copy.copied == [20, 30] and copy.failures == []
+    as_it_is, _ = checkpoint.newest(there / "r" / "checkpoints")
+    assert as_it_is and as_it_is.global_step == 30
 
     shutil.rmtree(run)
     again = Mirror(str(there), "r")
@@ -87,16 +90,18 @@ def test_an_unfinished_copy_is_no_checkpoint_and_a_damaged_one_is_left_out(quick
     copy = Mirror(str(there), "r")
     assert copy.fetch(run) == run / "checkpoints" / names(10)[0]
     assert "step-00000020" in capsys.readouterr().err
-    assert not (there / "r" / "checkpoints" / names(30)[0]).exists()
     saved(run, 15)
     copy.finish(run)
-    copy.close()
-    # What is no checkpoint of the run any more is not there either, so that no later start takes it.
     assert steps_in(run) == names(10, 15)
+    # What another job has left stays until there is a later one: that job may not have ended.
     assert set(names(10, 15)) <= set(steps_in(there / "r"))
+    saved(run, 40)
+    copy.finish(run)
+    copy.close()
+    assert sorted(path.name[:13] for path in (there / "r" / "checkpoints").iterdir()) == names(10, 15, 40)
     last = Mirror(str(there), "r")
     shutil.rmtree(run)
-    assert last.fetch(run) == run / "checkpoints" / names(15)[0]
+    assert last.fetch(run) == run / "checkpoints" / names(40)[0]
     last.close()
 
 
@@ -214,6 +219,27 @@ def test_a_copy_that_fails_is_said_and_tried_again(quick, tmp_path, capsys, monk
     copy.finish(run)  # an earlier error is no error of the end
     copy.close()
     assert steps_in(tmp_path / "there" / "r") == names(10)
+
+
+def test_what_cannot_be_removed_is_said_and_the_copy_is_complete(quick, tmp_path, capsys, monkeypatch):
+    run, there = saved(tmp_path / "runs" / "r", 10), tmp_path / "there"
+    copy = Mirror(str(there), "r")
+    copy.finish(run)
+
+    def refused(path):
+        raise PermissionError(13, "Access Denied")
+
+    remove = copy.store.rm_file
+    monkeypatch.setattr(copy.store, "rm_file", refused)
+    shutil.rmtree(saved(run, 20) / "checkpoints" / names(10)[0])
+    copy.finish(run)
+    assert "cannot be removed: Access Denied; it stays there" in capsys.readouterr().err and len(copy.failures) == 1
+    assert steps_in(there / "r") == names(10, 20)
+    monkeypatch.setattr(copy.store, "rm_file", remove)
+    saved(run, 30)
+    copy.finish(run)
+    copy.close()
+    assert steps_in(there / "r") == names(20, 30)
 
 
 def test_what_cannot_be_written_or_reached_is_said_at_the_start(tmp_path):
