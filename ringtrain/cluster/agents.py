@@ -120,6 +120,7 @@ class HostAgents:
         """hosts that lack the command which tells this"""
         self.not_cleaned_up: list[str] = []
         """hosts whose agent was killed"""
+        self._end_order = "end"
         self.tensorflow: set[str] = set()
         """What ranks of a host have loaded besides TensorFlow: "horovod"; "1", MPI or NCCL; "alone", none of these"""
 
@@ -216,18 +217,35 @@ class HostAgents:
             with contextlib.suppress(OSError):
                 pipe.close()
 
-    def end(self) -> None:
-        """Makes all agents clean up, and starts another one where one was killed; does nothing without agents."""
+    def end(self, is_starting: bool = False) -> None:
+        """Makes all agents clean up, and starts another one where one was killed; does nothing without agents.
+
+        is_starting: The launcher may start more ranks until it is killed on this host: agents kill these as well.
+        """
         if not self.members:
             return
         for agent in [agent for agent in self.members if agent.was_killed]:
             self.drop(agent)
         present = {agent.host for agent in self.members}
-        for host in {*self.not_cleaned_up} - present:
-            second = self.start(host, is_checked=False)
-            second.ready = second.is_second = True
+        for host in dict.fromkeys(self.not_cleaned_up):
+            if host not in present:
+                self._start_second(host)
         self.not_cleaned_up.clear()
-        self.send("end")
+        self._end_order = "end starting" if is_starting else "end"
+        self.send(self._end_order)
+
+    def replace_killed(self) -> None:
+        """Starts another agent where one was killed since the order to clean up."""
+        for agent in list(self.members):
+            if agent.closed and agent.was_killed and not agent.is_second:
+                self.drop(agent)
+                self.not_cleaned_up.remove(agent.host)
+                self._start_second(agent.host).send(self._end_order)
+
+    def _start_second(self, host: str) -> HostAgent:
+        second = self.start(host, is_checked=False)
+        second.ready = second.is_second = True
+        return second
 
     def why_lost(self, agent: HostAgent) -> str:
         """Message about a host that is not ready, or no longer."""

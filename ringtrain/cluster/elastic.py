@@ -62,6 +62,8 @@ class ElasticHost:
     published_s: float = 0.0
     """time.monotonic() since which Horovod is shown it; 0: it is not"""
     ask_again_s: float = 0.0
+    is_leaving: bool = False
+    """it is taken away soon: Horovod is not shown it, and its agent stays to clean up"""
 
 
 class ElasticSupervisor(Supervisor):
@@ -164,7 +166,7 @@ class ElasticSupervisor(Supervisor):
         shown = []
         used = {rank.host for rank in self.reports.ranks}
         for host in self._present():
-            if not host.published_s:
+            if not host.published_s or host.is_leaving:
                 continue
             for_s = now - host.published_s
             if self._process and for_s > UNHEARD_S and host.agent and host.agent.hostname not in used:
@@ -195,6 +197,7 @@ class ElasticSupervisor(Supervisor):
                 say(f"{why}; excluded until it does")
             wait_s = LEASE_S + AGAIN_S if agent.ready else AGAIN_S  # the lost agent may still be cleaning up
             host.agent, host.published_s, host.ask_again_s = None, 0.0, time.monotonic() + wait_s
+            host.is_leaving = False  # a machine that comes back under its name is another one
             if agent.ready and self._process:
                 say(f"lost {agent.host}: {why}; continues without")
                 self._publish(time.monotonic())
@@ -210,6 +213,19 @@ class ElasticSupervisor(Supervisor):
                     os.kill(int(folder.name), signal.SIGKILL)
             except OSError:
                 continue  # the process has exited, or is another user's
+
+    def _take_notice(self, host: str) -> None:
+        """Goes on without a host that is taken away soon, unless it is this one or too few slots are left."""
+        leaving = self.hosts.get(host)
+        left = [one for one in self._present() if one.published_s and not one.is_leaving and one is not leaving]
+        num_left = sum(one.host.slots for one in left)
+        if not leaving or host in self.here or num_left < self.options.min_np:
+            super()._take_notice(host)
+            return
+        leaving.is_leaving = True
+        self.output.end_line()
+        say(f"{host} is taken away soon (--preempt-notice): continues without")
+        self._publish(time.monotonic())
 
     # ---- while it runs --------------------------------------------------------------------------------------------
 

@@ -89,10 +89,12 @@ def decide(
     """Exit code and cause of the rank that exited first: its exception, else its signal or exit code and last lines.
 
     A follow-up error such as "Horovod has been shut down" is the cause only if there is no other, with an explanation.
-    `tails`: Last lines of each rank. `silent`: Hosts that did not answer at the end; Open MPI 5 exits with 0 then.
+    `tails`: Last lines of each rank. `silent`: Hosts that did not answer at the end. Open MPI 5 exits with 0 then, and
+    also if a host that its daemon was lost on answers again.
     """
     code = returncode if returncode >= 0 else 128 - returncode
-    if code == 0 and not silent:
+    lost = LOST.search(launcher_output)
+    if code == 0 and not silent and not lost:
         return JobResult(0)
     failure = reports.first_failure()
     if failure and not failure.is_consequence:
@@ -104,15 +106,15 @@ def decide(
         lost_hosts = ", ".join(silent)
         return JobResult(2, f"lost {lost_hosts} while the job ran: its host or network failed")
     if failure:
+        # The launcher's own code is that of the rank that exited first.
         return JobResult(
-            failure.exit_code,
+            code or failure.exit_code,
             f"{_in_its_words(failure)}\nthis is a follow-up error: another rank exited before without a report: it"
             f" called exit, was killed, or its host was lost: check its output and the host's kernel log",
         )
-    lost = LOST.search(launcher_output)
     if lost:
         return JobResult(
-            code, f"{launcher} lost its daemon on {lost[1]}: the host or its network failed, or it was killed"
+            code or 2, f"{launcher} lost its daemon on {lost[1]}: the host or its network failed, or it was killed"
         )
     if returncode < 0:
         return JobResult(code, f"{launcher} was killed by {signal_name(-returncode)}")

@@ -121,7 +121,8 @@ sweep() {{
             esac
         done
         waited=$(($(date +%s) - began))
-        [ -n "$first$then" ] && [ $waited -lt {3 * PATIENCE_S} ] || break
+        [ -n "$first$then" ] || [ $waited -lt $least ] || break
+        [ $waited -lt {3 * PATIENCE_S} ] || break
         [ $waited -lt {PATIENCE_S} ] || first="$first $then"
         kill -s KILL $first 2>/dev/null
         sleep 0.05
@@ -188,9 +189,14 @@ set -- ${{SSH_CONNECTION:-}}
 case ${{3:-}} in *[!0-9.]*) set -- ;; esac
 echo "{SAYS}reached ${{3:-}}"
 echo "{SAYS}ready $(uname -n) $version"
+# Unless all ranks had started, mpirun may start some here until it is killed on its own host.
+least={2 * PATIENCE_S}
 while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$order"'); do
     case $order in
-    end) break ;;
+    end)
+        least=0
+        break ;;
+    "end starting") break ;;
     beat)
         look
         ask ;;

@@ -174,10 +174,11 @@ def run_attempts(work: Launch) -> int:
     used, num_ranks = list(work.hosts), work.num_ranks
     while True:
         now = work.job_on(used, attempt, num_ranks)
+        supervised = work.supervisor(now, options, answer_timeout_s)
         try:
-            result = supervisor.run(work.supervisor(now, options, answer_timeout_s), work.planner)
+            result = supervisor.run(supervised, work.planner)
         except HostsLost as lost:
-            if not results or not {*lost.hosts} <= {host.name for host in used}:
+            if supervised.was_signaled or not results or not {*lost.hosts} <= {host.name for host in used}:
                 raise
             silent |= {*lost.hosts}
             used, num_ranks = remaining()

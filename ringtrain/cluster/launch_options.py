@@ -253,9 +253,10 @@ class LaunchOptions(
                     )
         if self.require_init and self.started_by.submits:
             raise LaunchError(f"got --require-init with --launcher {self.launcher}, which only submits: leave it out")
-        if self.preempt_notice and (self.elastic or not self.started_by.over_ssh):
-            got = "--elastic" if self.elastic else f"--launcher {self.launcher}"
-            raise LaunchError(f"got --preempt-notice with {got}, whose hosts have no agents to ask: leave it out")
+        if self.preempt_notice and not self.started_by.over_ssh:
+            raise LaunchError(
+                f"got --preempt-notice with --launcher {self.launcher}, whose hosts have no agents to ask: leave it out"
+            )
         syncs = next((name for name in ("sync", "sync_environment", "sync_delete") if getattr(self, name)), "")
         if syncs and not self.started_by.over_ssh:
             raise LaunchError(

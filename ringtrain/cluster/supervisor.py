@@ -65,7 +65,8 @@ def run(supervisor: Supervisor, planner: Callable[[Job], Plan]) -> JobResult:
         finally:
             supervisor.end()
         # No process of the job is left to print anything.
-        return supervisor.conclude(code, lost)
+        result = supervisor.conclude(code, lost)
+    return replace(result, stopped=result.stopped or supervisor.was_signaled)
 
 
 class Stopped(Exception):
@@ -95,6 +96,8 @@ class Supervisor:
         self.stopped_by = 0
         self.noticed_host = ""
         """the first that is taken away soon, for which the job was stopped"""
+        self._was_noticed_only = False
+        """the job was stopped by a notice, and no signal has come since"""
         self.lost_hosts: list[str] = []
         """that did not confirm the clean-up"""
         self._host_of_rank = [host.name for host in job.hosts for _ in range(host.slots)]
@@ -128,6 +131,11 @@ class Supervisor:
 
     def _receive(self, number: int, frame: object) -> None:
         self._received.append(number)
+
+    @property
+    def was_signaled(self) -> bool:
+        """Whether a signal came when the job was ending, which it could change nothing about: it prevents a restart."""
+        return bool(self._received)
 
     # ---- before the start -----------------------------------------------------------------------------------------
 
@@ -190,15 +198,24 @@ class Supervisor:
         return process.returncode
 
     def _take_notices(self) -> None:
-        """Ends the job as after SIGTERM, if a host is taken away soon."""
+        """Takes what agents tell of hosts that are taken away soon."""
         while self.agents.unasked:
             self.output.end_line()
             say(f"{self.agents.unasked.pop()} lacks the command of --preempt-notice: its notices are missed")
-        if self.agents.noticed and not self.noticed_host:
-            self.noticed_host = self.agents.noticed[0]
-            self.output.end_line()
-            say(f"{self.noticed_host} is taken away soon (--preempt-notice): the job ends as after SIGTERM")
+        while self.agents.noticed:
+            self._take_notice(self.agents.noticed.pop(0))
+
+    def _take_notice(self, host: str) -> None:
+        """Ends the job as after SIGTERM, since a host is taken away soon."""
+        if self.noticed_host:
+            return
+        self.noticed_host = host
+        self.output.end_line()
+        say(f"{host} is taken away soon (--preempt-notice): the job ends as after SIGTERM")
+        # It is no second signal: ranks that save because of a first one keep the grace.
+        if not {self.stopped_by, *self._received} & {*ENDING}:
             self._received.append(signal.SIGTERM)
+            self._was_noticed_only = True
 
     def _check_start(self, began_s: float) -> None:
         """Compares planned and actual placement while ranks start."""
@@ -238,11 +255,13 @@ class Supervisor:
         known = [rank for rank in self.reports.ranks if rank.process]
         is_final = number in ENDING
         # Jupyter interrupts a kernel right before it kills it: ranks that save because of the first keep the grace.
-        may_save = not self.stopped_by or (is_final and self.stopped_by not in ENDING)
+        is_second = self.stopped_by in ENDING and not self._was_noticed_only
+        may_save = not self.stopped_by or (is_final and not is_second)
         if not known or not may_save:
             self.stopped_by = self.stopped_by or number
             raise Stopped(self.stopped_by)
         are_told, self.stopped_by = bool(self.stopped_by), number
+        self._was_noticed_only = self._was_noticed_only and not are_told
         then = f"killed in {self.options.grace:g} s (--grace)" if is_final else "a second one ends them at once"
         self.output.end_line()
         say(f"{signal.Signals(number).name}: ranks may save and exit; {then}")
@@ -321,12 +340,18 @@ class Supervisor:
         if self._heartbeats.is_alive():
             self._heartbeats.join()
         agents = self.agents.members
+        is_starting = False
+        if self._process and self._process.poll() is None:
+            is_starting = len(self.reports.ranks) < self.planned_placement.size
+            if is_starting and self.options.launcher == "mpirun":
+                self._process.kill()  # it would start ranks where agents have cleaned up
         with contextlib.suppress(LaunchError):
-            self.agents.end()
+            self.agents.end(is_starting)
         # After success a host counts as lost only if ssh has given it up, or after LOST_S.
         succeeded = self._process is not None and self._process.poll() == 0
         deadline = time.monotonic() + (LOST_S if succeeded else CLEAN_UP_S)
-        self._wait_for_clean_up(agents, min(deadline, time.monotonic() + CLEAN_UP_S))
+        with contextlib.suppress(LaunchError):
+            self._wait_for_clean_up(agents, min(deadline, time.monotonic() + CLEAN_UP_S), self.agents.replace_killed)
         # A host whose agent was killed had left before a job succeeded: that it does not answer now is no loss.
         counted = [agent for agent in agents if not (succeeded and agent.is_second)]
         self._wait_for_clean_up(counted, deadline)
@@ -340,9 +365,12 @@ class Supervisor:
             stream: Any = self._process.stderr
             self.output.drain(stream.fileno())
 
-    def _wait_for_clean_up(self, agents: Sequence[HostAgent], deadline: float) -> None:
+    def _wait_for_clean_up(
+        self, agents: Sequence[HostAgent], deadline: float, then: Callable[[], None] = lambda: None
+    ) -> None:
         while time.monotonic() < deadline and not all(agent.cleaned_up or agent.closed for agent in agents):
             self._poll()
+            then()
 
     def _without_init(self) -> str:
         """Message about a job without hvd.init(), or without reduction; "" if it did not get that far."""

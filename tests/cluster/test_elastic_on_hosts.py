@@ -1,4 +1,4 @@
-"""`ringtrain launch --elastic` on three hosts: one falls off the network, another one comes."""
+"""`ringtrain launch --elastic` on three hosts: one falls off the network, another one comes, and gets a notice."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def test_a_host_is_cut_off_and_another_one_takes_its_place(three_hosts: lab.Lab,
     held.touch()
     hosts = three_hosts
     launch = ["ringtrain", "launch", "--elastic", "--host-discovery", f"cat {listed}", "-np", "2", "--max-np", "2"]
+    launch += ["--preempt-notice", f"test -e {tmp_path}/leaving-$(uname -n)"]
     train = [*hosts.warm_python(), "-m", "ringtrain.train", "--data.name", "digits", "--train.epochs", EPOCHS]
     options = ["--run.name", "run", "--run.directory", tmp_path, "--train.callbacks", "holding:Holding"]
     command = [*launch, "--forward", "RINGTRAIN_TEST_HOLD", "--", *train, *options]
@@ -69,11 +70,14 @@ def test_a_host_is_cut_off_and_another_one_takes_its_place(three_hosts: lab.Lab,
             lab.wait_for(lambda: bool(events("resize", "host1")), TIMEOUT_S, "host1 goes on alone")
             listed.write_text("host1:1\nhost3:1\n")
             lab.wait_for(lambda: bool(events("commit", "host3")), TIMEOUT_S, "host3 trains")
+            (tmp_path / "leaving-host3").touch()
+            lab.wait_for(lambda: events("resize", "host1")[-1]["to"] == 1, TIMEOUT_S, "host1 goes on without host3")
             held.unlink()
             launched.wait(TIMEOUT_S)
     said = output.read_text()
     assert launched.returncode == 0, said
     assert "lost host2" in said
+    assert "host3 is taken away soon (--preempt-notice): continues without" in said
 
     found = journal.ledger(journal.read(run), EPOCHS)
     assert not found.breaches, found.breaches
@@ -81,8 +85,8 @@ def test_a_host_is_cut_off_and_another_one_takes_its_place(three_hosts: lab.Lab,
     summary = json.loads((run / "summary.json").read_text())
     # host1 may meet alone twice: once since a collective failed, once since the launcher heard no more of host2.
     sizes = [(change["from"], change["to"]) for change in summary["resizes"]]
-    assert [(before, after) for before, after in sizes if before != after] == [(2, 1), (1, 2)], sizes
-    assert sorted(summary["hosts"]) == ["host1", "host3"]
+    assert [(before, after) for before, after in sizes if before != after] == [(2, 1), (1, 2), (2, 1)], sizes
+    assert summary["hosts"] == ["host1"]
 
     def alive() -> list[str]:
         # On host2 sshd still waits for a word over the cut network; all else has ended, since it heard nothing.

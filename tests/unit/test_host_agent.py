@@ -299,3 +299,21 @@ def test_a_host_that_was_lost_before_the_end_is_not_lost_again(monkeypatch: pyte
     watch._process.wait()
     watch.end()
     assert watch.lost_hosts == []
+
+
+def test_a_rank_that_starts_after_the_order_to_clean_up_is_killed() -> None:
+    """mpirun may start some until it is killed on its own host."""
+    job = f"test-of-late-ranks-{os.getpid()}"
+    argv = host_agent.argv("", job, (), Path.cwd(), os.environ["PATH"], "", timeout_s=60)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as agent:
+        assert agent.stdin is not None and agent.stdout is not None
+        while "ready" not in (line := agent.stdout.readline()):
+            assert line
+        agent.stdin.write("end starting\n")
+        agent.stdin.flush()
+        late = "sleep 1; RINGTRAIN_JOB=$1 exec sleep 600"
+        with subprocess.Popen(["sh", "-c", late, "late", job], start_new_session=True) as rank:
+            assert rank.wait(60) == -9
+        output, _ = agent.communicate(timeout=60)
+    assert output.splitlines()[-1] == "ringtrain-agent:swept"
