@@ -1,6 +1,6 @@
 # What CI runs is what people run. Each target first sets up what is missing in .venv (seconds, once it is there).
 
-.PHONY: setup train smoke test test-unit test-all chaos matrix figures lint docs dist wheels release image
+.PHONY: setup train smoke test test-unit test-all chaos simulate matrix figures lint docs dist wheels release image
 
 setup:
 	launch/setup.sh
@@ -15,21 +15,27 @@ smoke:
 # wait come first.
 jobs = launch/setup.sh python -m pytest --sample -n 2 --dist loadscope --no-loadscope-reorder --durations=40 --durations-min=20
 folders = tests/cluster tests/spark tests/faults tests/ring
+quick = tests/unit tests/simulation
 
 test:
 	status=0; $(MAKE) test-unit || status=1; $(jobs) -m "not slow" $(folders) || status=1; exit $$status
 	@echo "Left out: the tests marked slow, and what was skipped for the reasons above. All of them: make test-all"
 
 test-unit:
-	launch/setup.sh python -m pytest -n 2 --dist worksteal -m "not slow" tests/unit
+	launch/setup.sh python -m pytest -n 2 --dist worksteal -m "not slow" $(quick)
 
 test-all:
-	status=0; launch/setup.sh python -m pytest -n 2 --dist worksteal tests/unit || status=1; \
+	status=0; launch/setup.sh python -m pytest -n 2 --dist worksteal $(quick) || status=1; \
 		$(jobs) $(folders) || status=1; \
 		launch/setup.sh python tests/support/mutants.py --sample 3 || status=1; exit $$status
 
 chaos:
 	RINGTRAIN_CHAOS=full launch/setup.sh python -m pytest tests/faults
+
+# Protocols on simulated hosts, by schedules that nobody has run; a violation is printed with its seed.
+simulate:
+	status=0; for scenario in mirrored launched; do \
+		launch/setup.sh python tests/simulation/run.py $$scenario --minutes 1 || status=1; done; exit $$status
 
 # Kinds of job by what they must bear, an hour or two: a table, which docs/fit.md has.
 matrix:

@@ -17,7 +17,14 @@ settings.register_profile(
 settings.load_profile("ringtrain")
 sample.choose()  # once for all processes of pytest
 
-FOLDERS = {"unit": "unit", "ring": "ranks", "cluster": "hosts", "faults": "faults", "spark": "spark"}
+FOLDERS = {
+    "unit": "unit",
+    "simulation": "unit",
+    "ring": "ranks",
+    "cluster": "hosts",
+    "faults": "faults",
+    "spark": "spark",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,9 +82,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         folder = item.path.parent.name
         if not item.get_closest_marker("launch"):
             item.add_marker(FOLDERS[folder])
-        if "spark" in item.path.stem and folder != "unit":
+        if "spark" in item.path.stem and FOLDERS[folder] != "unit":
             item.add_marker("spark")
-        if folder != "unit" and not item.get_closest_marker("quick"):
+        if FOLDERS[folder] != "unit" and not item.get_closest_marker("quick"):
             item.add_marker("slow")
         chooses = getattr(item, "originalname", "") in ("test_job", "test_property")
         if item.get_closest_marker("slow") and not chooses and not sample.is_due(item.nodeid, one_in=3):

@@ -1,0 +1,180 @@
+"""The launcher in virtual time: schedules of seeds, schedules that found defects, and planted defects."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+from simulation.cluster import Machine
+from simulation.launched import Run, disturb, fail_host, simulate
+from simulation.launcher_defects import DEFECTS, schedules_to_find
+
+NUM_SCHEDULES = 200
+FIRST_SEEDS = {
+    "the last failure is reported": 80,
+    "a restart does not wait for a lost rank 0": 1,
+    "the exit code of a follow-up error": 200_040,
+    "a lost host is not noticed": 100_001,
+}
+"""near one that finds it, for the time that the tests take"""
+COUNT = 100
+"""schedules in which a planted defect is found"""
+
+
+def check(seed: int, num_hosts: int = 0, directed: Callable[[Run], None] = disturb) -> Run:
+    run = simulate(seed, num_hosts, directed=directed)
+    assert not run.violation, f"seed {seed}: {run.violation}"
+    return run
+
+
+def test_what_must_hold_does() -> None:
+    for seed in range(NUM_SCHEDULES):
+        check(seed)
+
+
+def test_many_hosts() -> None:
+    check(1, num_hosts=30)
+    check(5, num_hosts=300)
+
+
+@pytest.mark.parametrize("seed", [3, 77])
+def test_a_seed_is_one_schedule(seed: int) -> None:
+    assert simulate(seed, is_traced=True).world.trace == simulate(seed, is_traced=True).world.trace
+
+
+# ---- schedules that found defects -----------------------------------------------------------------------------------
+
+
+def calm(run: Run, **options: object) -> None:
+    """Hosts that answer at once, ranks that catch signals and work for 200 s, and given options."""
+    for name, value in {"grace": 8.0, "start_timeout": 30.0, "max_restarts": 0, **options}.items():
+        object.__setattr__(run.options, name, value)
+    for machine in run.cluster.machines.values():
+        machine.latency_s = 0.01
+    run.cluster.slowest_s = 0.01
+    run.cluster.daemons_stay = True
+    run.cluster.work_s = 200.0
+
+
+def when_ranks_run(run: Run, then: Callable[[], None], after_s: float = 2.0, attempt: int = 0) -> None:
+    """Calls something a while after the launcher has told mpirun's daemons to start ranks."""
+    on_launch = run.cluster.on_launch
+
+    def launched(mpirun: object) -> None:
+        on_launch(mpirun)  # type: ignore[arg-type]
+        if len(run.cluster.attempts) == attempt + 1:
+            run.world.at(run.world.now_s + after_s, then)
+
+    run.cluster.on_launch = launched
+
+
+def once_at_clean_up(run: Run, then: Callable[[], None]) -> None:
+    """Calls something when the first clean-up begins."""
+
+    def act() -> None:
+        run.on_clean_up = lambda: None
+        then()
+
+    run.on_clean_up = act
+
+
+def second(run: Run) -> Machine:
+    return run.cluster.machines["host2"]
+
+
+def stopped_while_ranks_start(run: Run) -> None:
+    """SIGTERM when mpirun has just started: it starts ranks for up to 2 s more, where agents have cleaned up."""
+    calm(run)
+    run.world.at(0.1, lambda: _when_supervised(run, lambda: run.signal(signal.SIGTERM)))
+
+
+def killed_while_ranks_start(run: Run) -> None:
+    """The same with SIGKILL: the agents see the end of their input."""
+    calm(run)
+    run.world.at(0.1, lambda: _when_supervised(run, lambda: run.launcher_dies(None)))
+
+
+def _when_supervised(run: Run, then: Callable[[], None]) -> None:
+    if run.supervised:
+        run.world.at(run.world.now_s + 0.05, then)
+    else:
+        run.world.at(run.world.now_s + 0.05, lambda: _when_supervised(run, then))
+
+
+def signal_during_the_clean_up(run: Run) -> None:
+    """A host is lost, and SIGTERM comes while the others are awaited: the job must not start again."""
+    calm(run, max_restarts=3)
+    run.faults.append((0.0, "die"))
+    once_at_clean_up(run, lambda: run.world.at(run.world.now_s + 1.0, lambda: run.signal(signal.SIGTERM)))
+    when_ranks_run(run, second(run).die)
+
+
+def notice_after_a_signal(run: Run) -> None:
+    """A notice is no second signal: ranks that save keep the grace."""
+    calm(run, preempt_notice="test -e /run/leaving")
+    run.cluster.program.save_s = 7.0
+    when_ranks_run(run, lambda: run.signal(signal.SIGTERM))
+    when_ranks_run(run, lambda: setattr(second(run), "is_noticed", True), after_s=1.0)
+
+
+def signal_after_a_notice(run: Run) -> None:
+    """Nor is the scheduler's SIGTERM after a notice."""
+    calm(run, preempt_notice="test -e /run/leaving")
+    run.cluster.program.save_s = 7.5
+    second(run).is_noticed = True
+    when_ranks_run(run, lambda: _when_noticed(run))
+
+
+def _when_noticed(run: Run) -> None:
+    if run.supervised and run.supervised.stopped_by:
+        run.world.at(run.world.now_s + 1.0, lambda: run.signal(signal.SIGTERM))
+    elif run.code is None:
+        run.world.at(run.world.now_s + 0.05, lambda: _when_noticed(run))
+
+
+def daemon_of_a_frozen_host(run: Run) -> None:
+    """Open MPI 5 gives up a host that is frozen for 13 s and exits with 0; then the host answers again."""
+    calm(run)
+    run.cluster.is_open_mpi_5, run.cluster.lost_rate = True, 1.0
+    when_ranks_run(run, lambda: second(run).freeze(13.0))
+
+
+def agent_killed_in_the_clean_up(run: Run) -> None:
+    """An agent is killed before the order to clean up arrives, which the launcher cannot know yet."""
+    calm(run, grace=60.0)
+    run.cluster.program.ignores, run.cluster.program.catches = True, False
+    second(run).latency_s = run.cluster.slowest_s = 0.8
+    when_ranks_run(run, lambda: fail_host(run, run.cluster.machines["host3"], "ssh", 0.0), after_s=6.0)
+    once_at_clean_up(run, lambda: fail_host(run, second(run), "agent", 0.0))
+
+
+SCHEDULES: dict[str, tuple[Callable[[Run], None], str]] = {
+    "stopped while ranks start": (stopped_while_ranks_start, "mpirun starts ranks where agents have cleaned up"),
+    "killed while ranks start": (killed_while_ranks_start, ""),
+    "a signal during the clean-up": (signal_during_the_clean_up, "a signal during the clean-up is forgotten"),
+    "a notice after a signal": (notice_after_a_signal, "a notice counts as a second signal"),
+    "a signal after a notice": (signal_after_a_notice, "a signal after a notice counts as a second one"),
+    "an agent killed in the clean-up": (
+        agent_killed_in_the_clean_up,
+        "an agent killed in the clean-up is not replaced",
+    ),
+    "a daemon of a frozen host": (daemon_of_a_frozen_host, "exit code 0 after a lost daemon"),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule_that_found_a_defect(name: str) -> None:
+    directed, defect = SCHEDULES[name]
+    check(1, num_hosts=4, directed=directed)
+    if defect:
+        with DEFECTS[defect].planted():
+            assert simulate(1, 4, directed=directed).violation
+
+
+# ---- planted defects ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in DEFECTS if name not in {defect for _, defect in SCHEDULES.values()}])
+def test_planted_defect_is_found(name: str) -> None:
+    assert schedules_to_find(name, FIRST_SEEDS.get(name, 200_001), COUNT)

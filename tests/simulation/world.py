@@ -1,0 +1,329 @@
+"""Processes of several hosts in one process, in virtual time: one runs at a time, and a seed decides which.
+
+The code under test is the production code. Its modules get `Threading` and `Clock` in place of `threading` and `time`,
+so that it changes places with others only where it waits, and waiting takes no time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+STACK_BYTES = 512 * 1024
+
+
+class Gone(BaseException):
+    """Ends a task of a host that has died: as after SIGKILL, none of its code has an effect any more."""
+
+
+class Host:
+    """A host with one process, whose tasks are its threads.
+
+    Attributes:
+        clock_rate: Seconds of its clock per second.
+        frozen_until_s: Virtual time until which its process is stopped, as by SIGSTOP.
+        facts: What the tested code has in global variables of a process.
+    """
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.clock_rate = 1.0
+        self.frozen_until_s = 0.0
+        self.is_dead = False
+        self.facts: dict[str, Any] = {}
+
+    def die(self) -> None:
+        self.is_dead = True
+        self.world.note(self.name, "dies")
+
+    def freeze(self, seconds: float) -> None:
+        self.frozen_until_s = self.world.now_s + seconds
+        self.world.note(self.name, f"is frozen for {seconds:.0f} s")
+
+
+class Task:
+    """A thread of a host. It runs only while the world waits for it."""
+
+    def __init__(self, host: Host, name: str, target: Callable[[], None]) -> None:
+        self.host, self.name, self._target = host, name, target
+        self.is_done = False
+        self.error: BaseException | None = None
+        self.interruption: BaseException | None = None
+        """what its code gets where it waits, as from a signal's handler"""
+        self.wakeup = 0
+        """number of the event that wakes it; earlier ones are out of date"""
+        self._turn = threading.Lock()
+        self._turn.acquire()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def _run(self) -> None:
+        self._turn.acquire()
+        try:
+            if not self.host.is_dead:
+                self._target()
+        except Gone:
+            pass
+        except BaseException as error:
+            self.error = error
+        self.is_done = True
+        self.host.world.wake_waiting()
+        self.host.world.control.release()
+
+    def step(self) -> None:
+        """Lets it run until it waits; called by the world."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self._turn.release()
+        self.host.world.control.acquire()
+
+    def wait(self) -> None:
+        """Gives the turn to the world until this task is woken; called by the task."""
+        self.host.world.control.release()
+        self._turn.acquire()
+        if self.host.is_dead:
+            raise Gone
+        if self.interruption:
+            interruption, self.interruption = self.interruption, None
+            raise interruption
+
+
+class World:
+    """Virtual time, its tasks, and what has happened.
+
+    Args:
+        seed: Of every choice.
+        is_traced: Keep a line of each event in `trace`.
+    """
+
+    def __init__(self, seed: int, is_traced: bool = False) -> None:
+        self.random = random.Random(seed)
+        self.now_s = 0.0
+        self.hosts: list[Host] = []
+        self.tasks: list[Task] = []
+        self.trace: list[str] = []
+        self.control = threading.Lock()
+        self.control.acquire()
+        self.current: Task | None = None
+        self._is_traced = is_traced
+        self._numbers = itertools.count(1)
+        self._events: list[tuple[float, float, int, Any]] = []
+        self._waiting: list[Task] = []
+
+    # ---- what happens ------------------------------------------------------------------------------------------------
+
+    def host(self, name: str) -> Host:
+        self.hosts.append(Host(self, name))
+        return self.hosts[-1]
+
+    def start(self, host: Host, name: str, target: Callable[[], None]) -> Task:
+        task = Task(host, name, target)
+        self.tasks.append(task)
+        self._wake(task, 0)
+        return task
+
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        """Calls an action at a time, or at once if it has passed. It must not wait."""
+        heapq.heappush(self._events, (max(time_s, self.now_s), self.random.random(), next(self._numbers), action))
+
+    def run(self, until_s: float) -> None:
+        """Lets everything happen up to a time, or until nothing more would."""
+        while self._events and self._events[0][0] <= until_s:
+            self.now_s, _, number, subject = heapq.heappop(self._events)
+            if not isinstance(subject, Task):
+                subject()
+                continue
+            task, host = subject, subject.host
+            if task.is_done or host.is_dead or task.wakeup != number:
+                continue
+            if host.frozen_until_s > self.now_s:
+                self._wake(task, host.frozen_until_s - self.now_s)
+                continue
+            if task in self._waiting:
+                self._waiting.remove(task)
+            self._let_run(task)
+
+    def end(self) -> None:
+        """Ends all tasks, so that no thread is left."""
+        for host in self.hosts:
+            host.is_dead = True
+        for task in self.tasks:
+            if not task.is_done:
+                self._let_run(task)
+            task._thread.join()
+
+    def _let_run(self, task: Task) -> None:
+        self.current = task
+        task.step()
+        self.current = None
+
+    # ---- for tasks ---------------------------------------------------------------------------------------------------
+
+    def sleep(self, seconds: float) -> None:
+        """Lets time pass for the current task; without an effect after `end`, as in the code that Gone passes."""
+        task = self._task()
+        self._wake(task, max(0.0, seconds))
+        task.wait()
+
+    def wait_for(self, is_so: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Waits until something is so, or for some seconds; returns whether it is."""
+        task = self._task()
+        limit_s = None if seconds is None else self.now_s + seconds
+        while not is_so():
+            if limit_s is not None and self.now_s >= limit_s:
+                return False
+            task.wakeup = 0
+            self._waiting.append(task)
+            if limit_s is not None:
+                self._wake(task, limit_s - self.now_s)
+            task.wait()
+        return True
+
+    def interrupt(self, task: Task, error: BaseException) -> None:
+        """Raises an error where a task waits or sleeps."""
+        task.interruption = error
+        self._wake(task, 0)
+
+    def wake_waiting(self) -> None:
+        """Lets all tasks look again at what they wait for."""
+        waiting, self._waiting = self._waiting, []
+        for task in waiting:
+            self._wake(task, 0)
+
+    def note(self, who: str, what: str) -> None:
+        if self._is_traced:
+            self.trace.append(f"{self.now_s:9.2f} s  {who:<8} {what}")
+
+    @property
+    def current_host(self) -> Host:
+        """Host of the task that runs; without one, the first."""
+        return self.current.host if self.current else self.hosts[0]
+
+    def _task(self) -> Task:
+        task = self.current
+        if task is None or task.host.is_dead:
+            raise Gone
+        return task
+
+    def _wake(self, task: Task, seconds: float) -> None:
+        task.wakeup = next(self._numbers)
+        event = self.now_s + seconds, self.random.random(), task.wakeup, task
+        heapq.heappush(self._events, event)
+
+
+class Clock:
+    """`time` of a module, for the host whose task runs."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def monotonic(self) -> float:
+        task = self._world.current
+        rate = task.host.clock_rate if task else 1.0
+        return self._world.now_s * rate
+
+    time = perf_counter = monotonic
+
+    def time_ns(self) -> int:
+        return int(self.monotonic() * 1e9) + next(self._world._numbers)
+
+    def sleep(self, seconds: float) -> None:
+        task = self._world.current
+        rate = task.host.clock_rate if task else 1.0
+        self._world.sleep(seconds / rate)
+
+
+class Threading:
+    """`threading` of a module."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def Thread(self, target: Callable[[], None], name: str = "thread", daemon: bool = False) -> _Thread:
+        return _Thread(self._world, name, target)
+
+    def Event(self) -> _Event:
+        return _Event(self._world)
+
+    def Lock(self) -> _Lock:
+        return _Lock(self._world)
+
+    def Condition(self) -> _Condition:
+        return _Condition(self._world)
+
+
+class _Thread:
+    def __init__(self, world: World, name: str, target: Callable[[], None]) -> None:
+        self._world, self._name, self._target = world, name, target
+        self._task: Task | None = None
+
+    def start(self) -> None:
+        self._task = self._world.start(self._world._task().host, self._name, self._target)
+
+    def join(self, timeout: float | None = None) -> None:
+        self._world.wait_for(lambda: not self.is_alive(), timeout)
+
+    def is_alive(self) -> bool:
+        return self._task is not None and not self._task.is_done
+
+
+class _Event:
+    def __init__(self, world: World) -> None:
+        self._world, self._is_set = world, False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        self._world.wake_waiting()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._world.wait_for(self.is_set, timeout)
+
+
+class _Lock:
+    def __init__(self, world: World) -> None:
+        self._world, self._is_taken = world, False
+
+    def __enter__(self) -> None:
+        self._world.wait_for(lambda: not self._is_taken)
+        self._is_taken = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_taken = False
+        self._world.wake_waiting()
+
+
+class _Condition:
+    """No task changes places within it but where it waits: it needs no lock."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> bool:
+        return self._world.wait_for(lambda: bool(predicate()), timeout)
+
+    def notify_all(self) -> None:
+        self._world.wake_waiting()
+
+
+@contextlib.contextmanager
+def in_place(world: World, *modules: ModuleType) -> Iterator[None]:
+    """Gives modules the world's time and threads."""
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            for name, value in (("time", Clock(world)), ("threading", Threading(world))):
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, value))
+        yield
