@@ -106,7 +106,7 @@ class Lease:
             return
         first, begin_s = self._read(), time.monotonic()
         job = _facts(first).get("job")
-        is_own = _token(first) == self._token  # whose first write has arrived late
+        is_own = _token(first) == self._token  # whose first write was not answered
         if not is_own and not (same_job and job and job == os.environ.get(JOB)):
             why = f"waiting for up to {expires_s:g} s: if that process is lost, its lease expires"
             print(f"ringtrain: {self.url}: in use by {_holder(first)}: {why}", file=sys.stderr, flush=True)
@@ -115,7 +115,7 @@ class Lease:
             while read_s < begin_s + expires_s or time.monotonic() > read_s + RENEWED_S:
                 time.sleep(POLL_S)
                 read_s, now = time.monotonic(), self._read()
-                if _token(now) == self._token:  # its first write has arrived late
+                if _token(now) == self._token:  # its first write has arrived, late
                     break
                 if not now and self._created() and not self._others():
                     return
@@ -140,16 +140,15 @@ class Lease:
         return ""
 
     def _created(self) -> bool:
-        """Writes it if there is none; returns whether it is this job's."""
+        """Writes it if there is none; returns whether it did. It may have although the answer was lost."""
 
         def create() -> bool:
             try:
                 self.store.pipe_file(self.file, self._text(), mode="create")
             except Exception as error:  # stores have errors of their own for one that exists
-                text = self._read()
-                if not text and not isinstance(error, FileExistsError):
+                if not self._read() and not isinstance(error, FileExistsError):
                     raise
-                return _token(text) == self._token  # written, but the answer was lost
+                return False
             return True
 
         return with_retries(create, self.url, f"{self.url}: cannot be written")
