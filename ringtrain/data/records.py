@@ -33,6 +33,8 @@ LANES = (48, 24, 12, 6, 4, 3, 2, 1)
 """possible numbers of blocks that a batch has rows of; many numbers of ranks divide the larger ones"""
 AHEAD = 16
 """batches whose blocks are read before they are trained, if they fit into a quarter of the memory"""
+CALL_BYTES = 1 << 20
+"""of the batches that one call reads, about"""
 MEMORY_MB = 256
 CACHE, CACHE_GB = "ringtrain-cache", 10
 REMOTE_READERS = 8
@@ -310,19 +312,34 @@ class RecordRows(NumberedRows):
         records, specs = self.records, self.records.specs
         dtypes = [tf.string if dtype.kind == "O" else tf.as_dtype(dtype) for dtype, _ in specs]
         start, values_of = of_tensorflow(records.start), of_tensorflow(values_of_rows)
+        numbers = order.map(lambda epoch, rows: rows)
+        num_rows = numbers.element_spec.shape[0]  # None: it differs
+        bytes_of_batch = records.bytes_of_row * batch_size
+        num_ahead = max(1, min(AHEAD, int(records.cache.max_bytes / 4 / bytes_of_batch)))
+        # Few calls of Python, each for several batches, unless other rows replace those of a call.
+        per_call = 1 if records.unreadable.skip else max(1, min(num_ahead, int(CALL_BYTES / bytes_of_batch)))
 
-        def started(epoch: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
-            return tf.ensure_shape(tf.numpy_function(start, [numbers], tf.int64), numbers.shape)
+        def started(flat: tf.Tensor, lengths: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            return tf.ensure_shape(tf.numpy_function(start, [flat], tf.int64), [None]), tf.cumsum(lengths)
 
-        def read(numbers: tf.Tensor) -> Any:
-            found = tf.nest.flatten(tf.numpy_function(values_of, [numbers], dtypes))
-            shapes = [[*numbers.shape, *shape] for _, shape in specs]
-            values = iter([tf.ensure_shape(one, shape) for one, shape in zip(found, shapes, strict=True)])
-            return keras.tree.lists_to_tuples(tuple(_filled(part, values) for part in nest))
+        def read(flat: tf.Tensor, ends: tf.Tensor) -> tf.data.Dataset:
+            found = tf.nest.flatten(tf.numpy_function(values_of, [flat], dtypes))
+            found = [tf.ensure_shape(one, [None, *shape]) for one, (_, shape) in zip(found, specs, strict=True)]
+            begins = tf.concat([tf.zeros([1], tf.int64), ends[:-1]], 0)
+            return tf.data.Dataset.from_tensor_slices((begins, ends)).map(lambda begin, end: batch(found, begin, end))
+
+        def batch(found: Sequence[tf.Tensor], begin: tf.Tensor, end: tf.Tensor) -> Any:
+            values = [tf.ensure_shape(one[begin:end], [num_rows, *one.shape[1:]]) for one in found]
+            each = iter(values)
+            return keras.tree.lists_to_tuples(tuple(_filled(part, each) for part in nest))
 
         nest = records.nest
-        in_memory = int(records.cache.max_bytes / 4 / (records.bytes_of_row * batch_size))
-        batches = order.map(started).prefetch(min(AHEAD, max(1, in_memory))).map(read)
+        if num_rows is None:
+            groups = numbers.ragged_batch(per_call).map(lambda rows: (rows.values, rows.row_lengths()))
+        else:
+            lengths = tf.fill([per_call], np.int64(num_rows))
+            groups = numbers.batch(per_call).map(lambda rows: (tf.reshape(rows, [-1]), lengths[: tf.shape(rows)[0]]))
+        batches = groups.map(started).prefetch(-(-num_ahead // per_call)).flat_map(read)
         batches.records = records  # as long as the dataset lives, so do they
         if records.transform:
             batches = batches.map(records.transform)

@@ -370,6 +370,8 @@ def test_ranks_with_other_rows_in_files_of_equal_size_have_other_checksums(tmp_p
 LEFT = """
 import sys, time
 from ringtrain import Records
+from ringtrain.data import records
+records.CALL_BYTES = 1  # a call for each batch
 rows = Records(sys.argv[1], "x", memory_mb=1)
 read = rows.cache.read
 rows.cache.read = lambda number: read(number) if number < 2 else EXPRESSION
