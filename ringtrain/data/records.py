@@ -320,16 +320,22 @@ class RecordRows(NumberedRows):
         per_call = 1 if records.unreadable.skip else max(1, min(num_ahead, int(CALL_BYTES / bytes_of_batch)))
 
         def started(flat: tf.Tensor, lengths: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            return tf.ensure_shape(tf.numpy_function(start, [flat], tf.int64), [None]), tf.cumsum(lengths)
+            return tf.ensure_shape(tf.numpy_function(start, [flat], tf.int64), [None]), lengths
 
-        def read(flat: tf.Tensor, ends: tf.Tensor) -> tf.data.Dataset:
+        def read(flat: tf.Tensor, lengths: tf.Tensor) -> tf.data.Dataset:
             found = tf.nest.flatten(tf.numpy_function(values_of, [flat], dtypes))
             found = [tf.ensure_shape(one, [None, *shape]) for one, (_, shape) in zip(found, specs, strict=True)]
-            begins = tf.concat([tf.zeros([1], tf.int64), ends[:-1]], 0)
-            return tf.data.Dataset.from_tensor_slices((begins, ends)).map(lambda begin, end: batch(found, begin, end))
+            length = lengths[0] if num_rows is None else num_rows
+            num_equal = tf.reduce_sum(tf.math.cumprod(tf.cast(lengths == lengths[0], tf.int64)))
+            batches = [tf.reshape(one[: num_equal * length], [num_equal, length, *one.shape[1:]]) for one in found]
+            equal = tf.data.Dataset.from_tensor_slices(nested(batches))  # the fastest way to cut them
+            if num_rows is not None:
+                return equal
+            ends = tf.cumsum(lengths)
+            others = tf.data.Dataset.from_tensor_slices((ends - lengths, ends)).skip(num_equal)
+            return equal.concatenate(others.map(lambda begin, end: nested([one[begin:end] for one in found])))
 
-        def batch(found: Sequence[tf.Tensor], begin: tf.Tensor, end: tf.Tensor) -> Any:
-            values = [tf.ensure_shape(one[begin:end], [num_rows, *one.shape[1:]]) for one in found]
+        def nested(values: Sequence[tf.Tensor]) -> Any:
             each = iter(values)
             return keras.tree.lists_to_tuples(tuple(_filled(part, each) for part in nest))
 
@@ -337,8 +343,10 @@ class RecordRows(NumberedRows):
         if num_rows is None:
             groups = numbers.ragged_batch(per_call).map(lambda rows: (rows.values, rows.row_lengths()))
         else:
-            lengths = tf.fill([per_call], np.int64(num_rows))
-            groups = numbers.batch(per_call).map(lambda rows: (tf.reshape(rows, [-1]), lengths[: tf.shape(rows)[0]]))
+            all_lengths = tf.fill([per_call], np.int64(num_rows))
+            groups = numbers.batch(per_call).map(
+                lambda rows: (tf.reshape(rows, [-1]), all_lengths[: tf.shape(rows)[0]])
+            )
         batches = groups.map(started).prefetch(-(-num_ahead // per_call)).flat_map(read)
         batches.records = records  # as long as the dataset lives, so do they
         if records.transform:
