@@ -389,7 +389,7 @@ class Supervisor:
             result = JobResult(2, str(lost))
         elif self.stopped_by and result.exit_code:
             cause = signal.Signals(self.stopped_by).name
-            if self.noticed_host and self.stopped_by == signal.SIGTERM:
+            if self._was_noticed_only and self.stopped_by == signal.SIGTERM:
                 cause = f"a notice that {self.noticed_host} is taken away"
             result = JobResult(128 + self.stopped_by, f"stopped by {cause}")
         lost_hosts = lost.hosts if lost else tuple(self.lost_hosts) if result.rank < 0 else ()
