@@ -58,7 +58,7 @@ setup(
         "gpu": ["tensorflow[and-cuda]==2.21.*", "ringtrain-horovod-cu12==0.28.1.*", *MPI, *TRAIN],
         "train": TRAIN,
         "sweep": ["optuna>=4.2,<6"],  # ringtrain sweep
-        "records": ["pyarrow>=17", "fsspec>=2024.6"],  # ringtrain.Records of Parquet, also behind URLs
+        "records": ["pyarrow>=17", "fsspec>=2024.12"],  # ringtrain.Records of Parquet, also behind URLs
         "spark": ["pyspark>=4,<5"],  # and Java 17; 490 MB
         "mlflow": ["mlflow-skinny>=3"],  # --tracking.mlflow
         "wandb": ["wandb>=0.31"],  # --tracking.wandb

@@ -25,6 +25,8 @@ CONNECTING = 32  # concurrent ssh connections that are not ready yet
 AGAIN_S, MAX_TRIES, MIN_CONNECTING = 1.0, 5, 8
 TURNED_AWAY = re.compile(r"[a-z]+_exchange_identification: |banner exchange")
 CLOSED = re.compile(r"Connection (closed|reset) by ")
+EXIT_S = 0.5
+"""for an agent whose output has ended to exit"""
 MAX_LINES = 20
 MAX_NAMED = 10
 """lost hosts in a message"""
@@ -237,6 +239,9 @@ class HostAgents:
     def replace_killed(self) -> None:
         """Starts another agent where one was killed since the order to clean up."""
         for agent in list(self.members):
+            if agent.closed and not agent.cleaned_up:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    agent.process.wait(EXIT_S)  # its output ends a moment before
             if agent.closed and agent.was_killed and not agent.is_second:
                 self.drop(agent)
                 self.not_cleaned_up.remove(agent.host)

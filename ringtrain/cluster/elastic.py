@@ -219,7 +219,8 @@ class ElasticSupervisor(Supervisor):
         leaving = self.hosts.get(host)
         left = [one for one in self._present() if one.published_s and not one.is_leaving and one is not leaving]
         num_left = sum(one.host.slots for one in left)
-        if not leaving or host in self.here or num_left < self.options.min_np:
+        num_needed = self.options.min_np if self.reports.ranks else self.first_ranks
+        if not leaving or host in self.here or num_left < num_needed:
             super()._take_notice(host)
             return
         leaving.is_leaving = True

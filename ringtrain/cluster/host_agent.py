@@ -107,8 +107,9 @@ daemons() {{
         esac
     done | sort -u
 }}
+uptime() {{ read -r seconds _ </proc/uptime; echo "${{seconds%%.*}}"; }}  # the clock may be set
 sweep() {{
-    others=$(daemons) began=$(date +%s)
+    others=$(daemons) began=$(uptime)
     while :; do
         first= then=
         for process in $(mine) $others; do
@@ -120,11 +121,11 @@ sweep() {{
             *) first="$first $process" ;;
             esac
         done
-        waited=$(($(date +%s) - began))
+        waited=$(($(uptime) - began))
         [ -n "$first$then" ] || [ $waited -lt $least ] || break
-        [ $waited -lt {3 * PATIENCE_S} ] || break
         [ $waited -lt {PATIENCE_S} ] || first="$first $then"
         kill -s KILL $first 2>/dev/null
+        [ $waited -lt {3 * PATIENCE_S} ] || break
         sleep 0.05
     done
 }}
@@ -191,7 +192,8 @@ echo "{SAYS}reached ${{3:-}}"
 echo "{SAYS}ready $(uname -n) $version"
 # Unless all ranks had started, mpirun may start some here until it is killed on its own host.
 least={2 * PATIENCE_S}
-while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$order"'); do
+# The reader outlives an agent that is killed: what it prints then would be taken for a reason of ssh.
+while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$order"' 2>/dev/null); do
     case $order in
     end)
         least=0

@@ -96,6 +96,8 @@ class Supervisor:
         self.stopped_by = 0
         self.noticed_host = ""
         """the first that is taken away soon, for which the job was stopped"""
+        self._is_notice_due = False
+        """the next SIGTERM is that of a notice"""
         self._was_noticed_only = False
         """the job was stopped by a notice, and no signal has come since"""
         self.lost_hosts: list[str] = []
@@ -215,7 +217,7 @@ class Supervisor:
         # It is no second signal: ranks that save because of a first one keep the grace.
         if not {self.stopped_by, *self._received} & {*ENDING}:
             self._received.append(signal.SIGTERM)
-            self._was_noticed_only = True
+            self._is_notice_due = True
 
     def _check_start(self, began_s: float) -> None:
         """Compares planned and actual placement while ranks start."""
@@ -257,11 +259,13 @@ class Supervisor:
         # Jupyter interrupts a kernel right before it kills it: ranks that save because of the first keep the grace.
         is_second = self.stopped_by in ENDING and not self._was_noticed_only
         may_save = not self.stopped_by or (is_final and not is_second)
+        is_notice = self._is_notice_due and number == signal.SIGTERM
+        self._is_notice_due = self._is_notice_due and not is_notice
         if not known or not may_save:
-            self.stopped_by = self.stopped_by or number
+            if not self.stopped_by or self._was_noticed_only:
+                self.stopped_by, self._was_noticed_only = number, is_notice
             raise Stopped(self.stopped_by)
-        are_told, self.stopped_by = bool(self.stopped_by), number
-        self._was_noticed_only = self._was_noticed_only and not are_told
+        are_told, self.stopped_by, self._was_noticed_only = bool(self.stopped_by), number, is_notice
         then = f"killed in {self.options.grace:g} s (--grace)" if is_final else "a second one ends them at once"
         self.output.end_line()
         say(f"{signal.Signals(number).name}: ranks may save and exit; {then}")
@@ -345,6 +349,8 @@ class Supervisor:
             is_starting = len(self.reports.ranks) < self.planned_placement.size
             if is_starting and self.options.launcher == "mpirun":
                 self._process.kill()  # it would start ranks where agents have cleaned up
+                self._process.wait()
+                is_starting = any(host.name not in self.here for host in self.job.hosts)
         with contextlib.suppress(LaunchError):
             self.agents.end(is_starting)
         # After success a host counts as lost only if ssh has given it up, or after LOST_S.

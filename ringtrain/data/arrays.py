@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 1 << 14
 """rows of a rank whose numbers are made at once, at least those of one step"""
+ROWS_IN_LANES = 1 << 20
+"""rows of all ranks, of whose lanes they are"""
 
 
 class NumberedRows(Split):
@@ -188,7 +190,7 @@ class RowNumbers:
         import tensorflow as tf
 
         rows, num_whole = of_tensorflow(self._rows), self.num_whole
-        per_call = max(1, ROWS_AT_ONCE // self.num_own)
+        per_call = max(1, min(ROWS_AT_ONCE // self.num_own, ROWS_IN_LANES // self._global_batch_size))
 
         def read(number: tf.Tensor, first: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
             numbers = tf.numpy_function(rows, [number, first, end], tf.int64)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ringtrain.data.data_files import with_retries
-from ringtrain.errors import RunDirectoryError
+from ringtrain.errors import DataError, RunDirectoryError
 from ringtrain.monitor.journal import printable
 from ringtrain.protocol.env import JOB
 from ringtrain.protocol.json_text import INVALID, parse_json
@@ -27,6 +27,8 @@ from ringtrain.run.run_folder import LEASE, LEASE_EXPIRES_S
 
 RENEWED_S = 20.0
 POLL_S = 1.0
+MAX_LOOKS = 5
+"""at a lease that a slow store, or a process that is frozen again and again, shows too late"""
 
 
 class Lease:
@@ -86,9 +88,18 @@ class Lease:
         return self._token[:8]
 
     def confirm(self) -> None:
-        """Reads it if it was not renewed in time, as after the process was frozen; raises RunDirectoryError if lost."""
-        while time.monotonic() > self._confirmed_s + 2 * RENEWED_S and not self.is_lost:
+        """Reads it if it was not renewed in time, as after the process was frozen.
+
+        Raises:
+            RunDirectoryError: another job has taken it over.
+            DataError: the store cannot be reached, or takes too long.
+        """
+        for _ in range(MAX_LOOKS):
+            if self.is_lost or time.monotonic() < self._confirmed_s + 2 * RENEWED_S:
+                break
             self._check()
+        else:
+            raise DataError(f"{self.url}: takes longer than {RENEWED_S:g} s to answer")
         self.raise_if_lost()
 
     def release(self) -> None:
@@ -111,8 +122,10 @@ class Lease:
             why = f"waiting for up to {expires_s:g} s: if that process is lost, its lease expires"
             print(f"ringtrain: {self.url}: in use by {_holder(first)}: {why}", file=sys.stderr, flush=True)
             read_s = begin_s
+            expiry_s = begin_s + expires_s
+            limit_s = expiry_s + MAX_LOOKS * RENEWED_S
             # Read again after a pause in which this process was frozen: another job may hold it by now.
-            while read_s < begin_s + expires_s or time.monotonic() > read_s + RENEWED_S:
+            while read_s < expiry_s or read_s + RENEWED_S < time.monotonic() < limit_s:
                 time.sleep(POLL_S)
                 read_s, now = time.monotonic(), self._read()
                 if _token(now) == self._token:  # its first write has arrived, late

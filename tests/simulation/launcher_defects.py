@@ -46,7 +46,7 @@ DEFECTS = {
         Supervisor,
         "_take_notice",
         ("if not {self.stopped_by, *self._received} & {*ENDING}:", "if True:"),
-        ("self._was_noticed_only = True", "pass"),
+        ("self._is_notice_due = True", "pass"),
     ),
     "a signal after a notice counts as a second one": text(
         Supervisor, "_forward", ("in ENDING and not self._was_noticed_only", "in ENDING")

@@ -117,7 +117,8 @@ class Run:
                 arrays = {"w": np.array([step, len(self.world.hosts)])}
                 checkpoint.save(folder / "checkpoints", step, {"state": arrays}, {"metrics": {"by": host.name}})
                 checkpoint.prune(folder / "checkpoints", 1, "none")
-                (folder / "metrics.jsonl").write_text(f"{host.name} {step}\n")
+                with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+                    file.write(f"{host.name} {step}\n")  # of another size each time: times of files may be coarse
                 copy.add(folder)
             copy.finish(folder)
             self.finished.append(host)

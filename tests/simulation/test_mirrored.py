@@ -48,15 +48,15 @@ DEFECTS = {
         "fetch",
         ('folder / "checkpoints")\n    local = {', 'folder / "checkpoints")\n        break\n    local = {'),
     ),
-    "a lease is taken over at once": text(Lease, "_take", ("while read_s < begin_s + expires_s or", "while False and")),
+    "a lease is taken over at once": text(Lease, "_take", ("while read_s < expiry_s or", "while False and")),
     "a lost lease is not noticed": text(
         Lease, "_check", ("if text and _token(text) not in (self._token, self._earlier):", "if False:")
     ),
-    "a job that was frozen goes on writing": text(
-        Lease, "confirm", ("while time.monotonic() > self._confirmed_s + 2 * RENEWED_S", "while False")
-    ),
+    "a job that was frozen goes on writing": text(Lease, "confirm", ("if self.is_lost or", "if True or")),
     "a lease that is not renewed": text(Lease, "_check", ("        self._write()\n", "        pass\n")),
-    "a job is not asked again after it was frozen while it asked": text(Lease, "confirm", ("while time", "if time")),
+    "a job is not asked again after it was frozen while it asked": text(
+        Lease, "confirm", ("self._check()\n", "self._check()\n        break\n")
+    ),
     "a lease counts from the answer, not from the question": text(
         Lease, "_others", ("self._confirmed_s = read_s", "self._confirmed_s = time.monotonic()")
     ),
