@@ -325,6 +325,9 @@ class RecordRows(NumberedRows):
         def read(flat: tf.Tensor, lengths: tf.Tensor) -> tf.data.Dataset:
             found = tf.nest.flatten(tf.numpy_function(values_of, [flat], dtypes))
             found = [tf.ensure_shape(one, [None, *shape]) for one, (_, shape) in zip(found, specs, strict=True)]
+            if per_call == 1:  # without a copy
+                batch = [tf.ensure_shape(one, [num_rows, *one.shape[1:]]) for one in found]
+                return tf.data.Dataset.from_tensors(nested(batch))
             length = lengths[0] if num_rows is None else num_rows
             num_equal = tf.reduce_sum(tf.math.cumprod(tf.cast(lengths == lengths[0], tf.int64)))
             batches = [tf.reshape(one[: num_equal * length], [num_equal, length, *one.shape[1:]]) for one in found]
