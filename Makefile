@@ -32,7 +32,7 @@ test-all:
 chaos:
 	RINGTRAIN_CHAOS=full launch/setup.sh python -m pytest tests/faults
 
-# Protocols on simulated hosts, by schedules that nobody has run; a violation is printed with its seed.
+# Production code on simulated hosts with faults, from new seeds; a violation is printed with its seed.
 simulate:
 	status=0; for scenario in mirrored launched; do \
 		launch/setup.sh python tests/simulation/run.py $$scenario --minutes 1 || status=1; done; exit $$status

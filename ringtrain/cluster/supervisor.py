@@ -136,7 +136,7 @@ class Supervisor:
 
     @property
     def was_signaled(self) -> bool:
-        """Whether a signal came when the job was ending, which it could change nothing about: it prevents a restart."""
+        """Whether a signal came while the job was ending. It prevents a restart."""
         return bool(self._received)
 
     # ---- before the start -----------------------------------------------------------------------------------------

@@ -316,8 +316,9 @@ class RecordRows(NumberedRows):
         num_rows = numbers.element_spec.shape[0]  # None: it differs
         bytes_of_batch = records.bytes_of_row * batch_size
         num_ahead = max(1, min(AHEAD, int(records.cache.max_bytes / 4 / bytes_of_batch)))
-        # Few calls of Python, each for several batches, unless other rows replace those of a call.
-        per_call = 1 if records.unreadable.skip else max(1, min(num_ahead, int(CALL_BYTES / bytes_of_batch)))
+        per_call = max(1, min(num_ahead, int(CALL_BYTES / bytes_of_batch)))  # batches: calls of Python are slow
+        if records.unreadable.skip:
+            per_call = 1  # the rows in place of damaged ones are chosen for a batch
 
         def started(flat: tf.Tensor, lengths: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return tf.ensure_shape(tf.numpy_function(start, [flat], tf.int64), [None]), lengths

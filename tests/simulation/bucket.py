@@ -70,7 +70,7 @@ class Bucket:
 
 
 class Network:
-    """What happens to the requests of one host. Those to a shared file system come in their order, or not at all."""
+    """Faults of the requests of one host. Requests to a shared file system arrive in order or not at all."""
 
     def __init__(self, host: Host, error_rate: float, has_files: bool) -> None:
         self.host, self.error_rate = host, error_rate

@@ -502,7 +502,7 @@ class Rank:
         self.cluster.on_rank_start(self)
 
     def _is_late(self) -> bool:
-        """Whether agents have cleaned up and gone before it starts, which the launcher cannot prevent.
+        """Whether it starts after the agents have cleaned up and gone. The launcher cannot prevent this.
 
         Its order reached its host after an interruption, when mpirun had ended; or the launching host was frozen for
         longer than the agents wait, while mpirun started ranks.

@@ -635,20 +635,3 @@ def _of_production(run: Run) -> Iterator[None]:
         ]:
             stack.enter_context(mock.patch.object(module, name, value))
         yield
-
-
-if __name__ == "__main__":
-    import sys
-    import time
-
-    first, number = int(sys.argv[1]), int(sys.argv[2])
-    sizes = [int(word.partition("=")[2]) for word in sys.argv if word.startswith("--hosts=")]
-    begin_s, bad = time.perf_counter(), 0
-    for seed in range(first, first + number):
-        found = simulate(seed, num_hosts=sizes[0] if sizes else 0, is_traced="--trace" in sys.argv)
-        if found.violation:
-            bad += 1
-            print(seed, found.violation[:200])
-        if "--trace" in sys.argv:
-            print("\n".join(found.world.trace))
-    print(number, "schedules", bad, "violated", time.perf_counter() - begin_s, "s")

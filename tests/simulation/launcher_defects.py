@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import sys
-import time
 from functools import partial
 from typing import Any
 
@@ -89,14 +86,3 @@ def schedules_to_find(name: str, first: int, count: int) -> int:
     return seeds_to_find(
         DEFECTS[name], partial(simulate, directed=partial(disturb, kinds=KINDS.get(name))), first, count
     )
-
-
-if __name__ == "__main__":
-    count = int(sys.argv[1])
-    for name in sys.argv[2:] or DEFECTS:
-        found, seconds = [], []
-        for first in (1, 100_001, 200_001):
-            begin_s = time.perf_counter()
-            found.append(schedules_to_find(name, first, count) or count + 1)
-            seconds.append(time.perf_counter() - begin_s)
-        print(f"{name:50} {statistics.median(found):6} {statistics.median(seconds):6.1f} s  {found}", flush=True)

@@ -128,7 +128,7 @@ class Run:
     # ---- faults ------------------------------------------------------------------------------------------------------
 
     def disturb(self, host: Host, kind: str) -> None:
-        """Does something to a host, after which its launcher, or somebody else, may start the run elsewhere."""
+        """Disturbs a host. Its launcher or another user may then start the run on another one."""
         draw, now_s = self.world.random, self.world.now_s
         seconds = draw.choice([5, 30, 90, 200]) * draw.random()
         self.calm_since_s[host] = max(self.calm_since_s.get(host, 0.0), now_s + seconds)

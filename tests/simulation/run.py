@@ -1,6 +1,6 @@
 """Runs schedules of a simulation, and shows one.
 
-python tests/simulation/run.py mirrored --minutes 2           # schedules that nobody has run
+python tests/simulation/run.py mirrored --minutes 2           # new seeds
 python tests/simulation/run.py mirrored --seed 7 --trace      # who did what when
 """
 
@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -20,17 +21,24 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenario", choices=["mirrored", "launched"])
-    parser.add_argument("--seed", type=int, help="the first; without it, one of the time")
-    parser.add_argument("--count", type=int, default=1, help="schedules")
+    parser.add_argument("--seed", type=int, help="the first seed; default: from the time")
+    parser.add_argument("--count", type=int, default=1, help="number of schedules")
     parser.add_argument("--minutes", type=float, help="in place of a number of schedules")
+    parser.add_argument("--hosts", type=int, help="of a launched job; default: 2 to 6")
     parser.add_argument("--trace", action="store_true", help="print what happens")
     options = parser.parse_args()
     simulate = importlib.import_module(f"simulation.{options.scenario}").simulate
+    if options.hosts:
+        simulate = partial(simulate, num_hosts=options.hosts)
 
-    first = time.time_ns() // 1_000_000 if options.seed is None else options.seed
+    first = options.seed
+    if first is None:
+        first = time.time_ns() // 1_000_000
+    count, limit_s = options.count, float("inf")
+    if options.minutes:
+        count, limit_s = sys.maxsize, options.minutes * 60
     begin_s, number, violated = time.monotonic(), 0, 0
-    limit_s = (options.minutes or 0) * 60
-    while time.monotonic() < begin_s + limit_s if options.minutes else number < options.count:
+    while number < count and time.monotonic() - begin_s < limit_s:
         found = simulate(first + number, is_traced=options.trace)
         if options.trace:
             print("\n".join(found.world.trace))
