@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +45,11 @@ class Split:
     def __len__(self) -> int:
         raise NotImplementedError
 
-    def num_readable(self, numbers: NDArray[np.int64]) -> int:
+    def num_readable(self, numbers: range) -> int:
         """Returns the number of these samples that this process has not found unreadable so far."""
         return len(numbers)
 
-    def part(self, numbers: NDArray[np.int64]) -> tf.data.Dataset | None:
+    def part(self, numbers: Sequence[int]) -> tf.data.Dataset | None:
         """Batches with these numbers, if samples are stored in batches."""
         return None
 

@@ -80,8 +80,8 @@ class Images(Split):
     def __len__(self) -> int:
         return self.num_images
 
-    def num_readable(self, numbers: NDArray[np.int64]) -> int:
-        return len(set(numbers.tolist()) - self.unreadable.numbers)
+    def num_readable(self, numbers: range) -> int:
+        return len(numbers) - sum(number in numbers for number in self.unreadable.numbers)
 
     def checksum(self) -> int:
         """Checksum of 16 images and their labels, evenly spaced."""

@@ -14,8 +14,8 @@ from ringtrain.data.table_files import Opened, TableFiles
 
 FOOTER = 8
 """last bytes of a file, after its metadata"""
-MAX_METADATA = 64 << 20
-"""serialized bytes of the files' metadata that stay in memory, where they take more"""
+MAX_METADATA = 16 << 20
+"""serialized bytes of the files' metadata that stay in memory, where they take 17 times as much"""
 
 
 class ParquetFiles(TableFiles):

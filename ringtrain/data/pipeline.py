@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -71,15 +72,27 @@ def dealt_batches(
     return ahead(batches.concatenate(steps(whole, length, length - whole)) if whole < length else batches)
 
 
-def evaluation_batches(samples: Split, numbers: NDArray[np.int64], batch_size: int) -> tf.data.Dataset:
-    """Returns batches of the samples with these numbers, int64 [n], in their order; the last batch may be smaller."""
+def evaluation_batches(
+    samples: Split, numbers: range, batch_size: int, chosen: NDArray[np.int64] | None = None
+) -> tf.data.Dataset:
+    """Returns batches of the samples with these successive numbers; the last batch may be smaller.
+
+    Args:
+        chosen: Which of these batches, counted from 0; None: all.
+    """
     import tensorflow as tf
 
     part = samples.part(numbers)
     if part is not None:
         return ahead(part)
-    order = tf.data.Dataset.from_tensor_slices(numbers).batch(batch_size)
-    order = order.map(lambda batch: (tf.constant(0, tf.int64), batch))
+    if chosen is None:
+        chosen = np.arange(math.ceil(len(numbers) / batch_size))
+
+    def numbers_of_batch(begin: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        end = tf.minimum(begin + batch_size, numbers.stop)
+        return tf.constant(0, tf.int64), tf.range(begin, end)
+
+    order = tf.data.Dataset.from_tensor_slices(numbers.start + chosen * batch_size).map(numbers_of_batch)
     return ahead(samples.batches(order, batch_size, seed=None))
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ringtrain.data.parts import Header, Parts
 from ringtrain.data.streams import MODULUS, Stream, fingerprint, num_rows, same
@@ -52,7 +51,7 @@ class PyDatasetStream(Stream):
             lambda: self.each(self.numbers, self.whole), output_signature=self._signature
         )
 
-    def part(self, numbers: NDArray[Any]) -> tf.data.Dataset:
+    def part(self, numbers: Sequence[int]) -> tf.data.Dataset:
         import tensorflow as tf
 
         return tf.data.Dataset.from_generator(lambda: self.each(numbers, self.whole), output_signature=self._signature)

@@ -66,10 +66,10 @@ def part_of(num_samples: int, rank: int, size: int, whole: int = 1) -> tuple[int
     return first * whole, (first + each + (rank < more)) * whole
 
 
-def evaluation_shard(num_samples: int, rank: int, size: int, whole: int = 1) -> NDArray[np.int64]:
+def evaluation_shard(num_samples: int, rank: int, size: int, whole: int = 1) -> range:
     """Returns one rank's test samples. Shards are disjoint, contiguous, to open few files, and cover the test set.
 
     `whole`: batch size of which shards are multiples, except for the last sample's.
     """
     begin, end = part_of(-(-num_samples // whole), rank, size)
-    return np.arange(begin * whole, min(end * whole, num_samples))
+    return range(begin * whole, min(end * whole, num_samples))

@@ -6,11 +6,10 @@ import math
 import threading
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ringtrain.data import pipeline_graph
 from ringtrain.data.dataset import Split
@@ -144,9 +143,9 @@ class Stream(Split):
         content = [int(_fingerprint(leaf)) for leaf in tf.nest.flatten(first)]
         return zlib.crc32(f"{self.num_batches} {self.dataset.element_spec} {content}".encode())
 
-    def part(self, numbers: NDArray[Any]) -> tf.data.Dataset:
+    def part(self, numbers: Sequence[int]) -> tf.data.Dataset:
         """The batches with these successive numbers."""
-        return self.dataset.skip(int(numbers[0]) if len(numbers) else 0).take(len(numbers))
+        return self.dataset.skip(numbers[0] if len(numbers) else 0).take(len(numbers))
 
     def iterator(self, rows: tf.data.Dataset, epoch: int, first_step: int) -> Iterator[Any]:
         """Iterator over an epoch of this dataset's rows from a step on. Epochs must be asked for in order."""

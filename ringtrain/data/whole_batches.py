@@ -68,7 +68,7 @@ def whole_batches(
         stream = PyDatasetStream(x, None, False, 0, steps)
         stream.is_held_out = True
         numbers = _numbers_of_rank(stream.num_batches, rank, size, per_call)
-        dataset = _with_length(stream.part(numbers), len(numbers))
+        dataset = _with_length(stream.part(numbers.tolist()), len(numbers))
         return WholeBatches(dataset=ahead(dataset), num_batches=len(numbers), checksum=stream.checksum())
     return _of_stream(x, y, sample_weight, steps, rank, size, per_call)
 
@@ -87,10 +87,10 @@ def _of_rows(
         rows = rows.first(steps * batch_size)
     if not len(rows):
         raise DataError("ringtrain.fit: got arrays without rows, expected at least one")
-    numbers = _numbers_of_rank(len(rows), rank, size, per_call * batch_size)
+    numbers = _numbers_of_rank(math.ceil(len(rows) / batch_size), rank, size, per_call)
     return WholeBatches(
-        dataset=evaluation_batches(rows, numbers, batch_size),
-        num_batches=math.ceil(len(numbers) / batch_size),
+        dataset=evaluation_batches(rows, range(len(rows)), batch_size, numbers),
+        num_batches=len(numbers),
         checksum=rows.checksum(),
         rows=rows,
     )

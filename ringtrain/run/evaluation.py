@@ -136,7 +136,7 @@ class Evaluation(keras.callbacks.Callback):
         self.run.data_set.raise_unreadable()
         return parts
 
-    def _evaluated(self, shard: NDArray[np.int64], batches: Any) -> list[NDArray[Any]]:
+    def _evaluated(self, shard: range, batches: Any) -> list[NDArray[Any]]:
         """State of the metrics after a shard of the test samples."""
         if self.test.num_readable(shard):
             # With parameters, this list would replace those of training.

@@ -295,7 +295,7 @@ def test_evaluation_batches_are_the_share_and_end_short():
 
 def test_bytes_are_scaled_and_floats_are_not():
     for dtype, expected in ((np.uint8, 1 / 255), (np.float32, 1.0), (np.float64, 1.0)):
-        ((inputs, _),) = data.evaluation_batches(numbered(2, dtype), np.array([1]), 1)
+        ((inputs, _),) = data.evaluation_batches(numbered(2, dtype), range(1, 2), 1)
         assert math.isclose(float(inputs[0, 0]), expected, rel_tol=1e-6)
 
 

@@ -302,7 +302,7 @@ def test_validation_batches() -> None:
     def held_out(validation_data: Any, steps: int | None = None) -> list[Any]:
         given = {"x": X, "y": Y, "shuffle": False, "validation_data": validation_data, "validation_steps": steps}
         test = data.inputs(data.FitArguments(**given), 32)[1]
-        numbers = np.arange(len(test))
+        numbers = range(len(test))
         again = [[_ids_of(batch).tolist() for batch in data.evaluation_batches(test, numbers, 1)] for _ in range(2)]
         assert again[0] == again[1]
         return again[0]
