@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 from ringtrain.cluster.hosts import Host  # noqa: E402
 from ringtrain.cluster.job import Job, Plan, explain  # noqa: E402
-from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, slurm  # noqa: E402 - also runs as a script
+from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, slurm, trainjob  # noqa: E402 - also runs as a script
 from ringtrain.errors import LaunchError  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -66,6 +66,7 @@ PLANNERS: dict[str, Callable[[Job], Plan]] = {
         f"mpijob-{name}": lambda job, name=name: kubernetes.plan(job, kubernetes.Cluster(dialect=name))  # type: ignore[misc]
         for name in mpirun.DIALECTS
     },
+    "trainjob": lambda job: trainjob.plan(job, kubernetes.Cluster()),
 }
 
 EXAMPLE = Job(COMMAND, 8, (Host("localhost", 8),))
@@ -84,7 +85,7 @@ def described(launcher: str) -> str:
     """What a planner makes of each job: every row of its explanation and every file, or its refusal."""
     planner, parts = PLANNERS[launcher], []
     for name, job in JOBS.items():
-        if launcher.startswith("mpijob") and name not in OF_MANIFESTS:
+        if launcher.startswith(("mpijob", "trainjob")) and name not in OF_MANIFESTS:
             continue
         parts.append(f"======== {name}")
         try:

@@ -29,8 +29,8 @@ from ringtrain.cluster.agents import HostsLost
 from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
 from ringtrain.cluster.hosts import Host, parse_hosts, read_hostfile, select, take
 from ringtrain.cluster.job import Job, Plan
-from ringtrain.cluster.launch_options import LaunchOptions
-from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, openmpi, slurm
+from ringtrain.cluster.launch_options import IN_KUBERNETES, LaunchOptions
+from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, openmpi, slurm, trainjob
 from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
@@ -97,8 +97,8 @@ class Launch:
         )
 
     def path(self, name: str) -> str:
-        """Path of an option for the ranks; an MPIJob's is in its containers, which start in their image's directory."""
-        if not name or self.options.launcher == "mpijob":
+        """Path of an option for the ranks; containers of Kubernetes start in their image's directory."""
+        if not name or self.options.launcher in IN_KUBERNETES:
             return name
         return str(Path(name).absolute())
 
@@ -338,6 +338,7 @@ def planner_of(options: LaunchOptions) -> tuple[Planner, str]:
         "srun": partial(slurm.srun, program=shutil.which("srun") or "srun"),
         "sbatch": slurm.sbatch,
         "mpijob": lambda job: kubernetes.plan(job, cluster_of(options)),
+        "trainjob": lambda job: trainjob.plan(job, cluster_of(options)),
     }
     return planners[options.launcher], ""
 

@@ -47,6 +47,7 @@ LAUNCHERS = {
     "srun": Launcher("srun"),
     "sbatch": Launcher(submits=True),
     "mpijob": Launcher(submits=True),
+    "trainjob": Launcher(submits=True),
     "spark": Launcher(),
 }
 
@@ -145,15 +146,15 @@ class SparkOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MPIJobOptions:
-    """With --launcher mpijob (docs/docker.md)."""
+class KubernetesOptions:
+    """With --launcher mpijob or trainjob (docs/docker.md)."""
 
     image: Annotated[str, NAME] = ""
     """image of all containers (ringtrain)"""
     job_name: Annotated[str, NAME] = ""
-    """name of the MPIJob (ringtrain)"""
+    """name of the job (ringtrain)"""
     namespace: Annotated[str, NAME] = ""
-    """namespace of the MPIJob (kubectl's)"""
+    """namespace of the job (kubectl's)"""
     gpus: Annotated[int, N] = 0
     """GPUs of each worker"""
     resources: Annotated[str, LIST] = ""
@@ -192,11 +193,12 @@ class ElasticOptions:
 
 PLAIN = (HostOptions, JobOptions, ShowOptions)
 """groups without a title in the help"""
-OF_JOBS = (JobOptions, SparkOptions, MPIJobOptions, RestartOptions, ElasticOptions, ShowOptions)
+OF_JOBS = (JobOptions, SparkOptions, KubernetesOptions, RestartOptions, ElasticOptions, ShowOptions)
 """groups of a command that starts ranks, besides their hosts"""
-GROUPS = (*PLAIN, SyncOptions, SparkOptions, MPIJobOptions, RestartOptions, ElasticOptions)
-ONLY_WITH = {SparkOptions: "spark", MPIJobOptions: "mpijob"}
-"""launcher of a group of options"""
+GROUPS = (*PLAIN, SyncOptions, SparkOptions, KubernetesOptions, RestartOptions, ElasticOptions)
+IN_KUBERNETES = ("mpijob", "trainjob")
+ONLY_WITH = {SparkOptions: ("spark",), KubernetesOptions: IN_KUBERNETES}
+"""launchers of a group of options"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +208,7 @@ class LaunchOptions(
     ShowOptions,
     SyncOptions,
     SparkOptions,
-    MPIJobOptions,
+    KubernetesOptions,
     RestartOptions,
     ElasticOptions,
 ):
@@ -243,13 +245,14 @@ class LaunchOptions(
         return self if self.ps is None and self.workers is None else self._with_roles()
 
     def _check_launcher(self) -> None:
-        for group, launcher in ONLY_WITH.items():
-            if launcher == self.launcher:
+        for group, launchers in ONLY_WITH.items():
+            if self.launcher in launchers:
                 continue
             for name in options_of(group):
                 if getattr(self, name):
+                    expected = " or ".join(launchers)
                     raise LaunchError(
-                        f"got {_flag(name)} with --launcher {self.launcher}, expected --launcher {launcher}"
+                        f"got {_flag(name)} with --launcher {self.launcher}, expected --launcher {expected}"
                     )
         if self.require_init and self.started_by.submits:
             raise LaunchError(f"got --require-init with --launcher {self.launcher}, which only submits: leave it out")

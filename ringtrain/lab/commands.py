@@ -14,8 +14,8 @@ from typing import Any
 from ringtrain.cluster.launch_options import (
     OF_JOBS,
     HostOptions,
+    KubernetesOptions,
     LaunchOptions,
-    MPIJobOptions,
     SparkOptions,
     add_options,
 )
@@ -55,7 +55,7 @@ class OnRanks:
     """options of launch that are not repeated where it starts ringtrain launch"""
     hidden: Collection[str] = ()
     """options of launch that it refuses, besides NOT_MEASURED"""
-    hidden_groups: Collection[type] = (MPIJobOptions,)
+    hidden_groups: Collection[type] = (KubernetesOptions,)
     or_script: str = ""
     """that it takes a program with ringtrain.fit as well, for its usage"""
     places_ranks: bool = False
@@ -123,7 +123,7 @@ SWEEP = OnRanks(
     usage="--space FILE ",
     left_out=HOSTS,
     hidden=("np", "ps", "workers", "bind", "oversubscribe", "output", "timeline"),
-    hidden_groups=(SparkOptions, MPIJobOptions),
+    hidden_groups=(SparkOptions, KubernetesOptions),
     or_script=OR_SCRIPT,
     places_ranks=True,
 )
@@ -135,7 +135,7 @@ COMPARE = OnRanks(
     usage="--strategies LIST --config FILE ",
     left_out=("np", "ps"),
     hidden=("workers", "output", "timeline"),
-    hidden_groups=(SparkOptions, MPIJobOptions),
+    hidden_groups=(SparkOptions, KubernetesOptions),
     places_ranks=True,
 )
 PROVE = OnRanks(

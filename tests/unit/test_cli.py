@@ -241,6 +241,7 @@ def test_a_dry_run_for_a_scheduler_prints_what_is_submitted(bin_dir: Path) -> No
     for launcher, first, line in (
         ("sbatch", "#!/usr/bin/env bash\n", "sbatch --export="),
         ("mpijob", 'apiVersion: "kubeflow.org/v2beta1"\n', "kubectl apply -f job.yaml"),
+        ("trainjob", 'apiVersion: "trainer.kubeflow.org/v1alpha1"\n', "kubectl apply -f job.yaml"),
     ):
         ended = here("launch", "--launcher", launcher, "-H", "a:2,b:2", "--dry-run", "--", "true", bin_dir=bin_dir)
         assert ended.returncode == 0

@@ -27,7 +27,7 @@ from planning import COMMAND, ENVIRONMENT, GOLDEN, JOBS, PLANNERS, TWO_HOSTS, VA
 from ringtrain.cluster import environment, host_agent, job
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan, explain
-from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, slurm
+from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, slurm, trainjob
 from ringtrain.errors import LaunchError
 
 TIMEOUT_S = 60
@@ -94,7 +94,9 @@ def test_no_value_of_the_environment_is_in_a_plan(launcher: str, job: Job) -> No
     except LaunchError as error:
         assert VALUE not in str(error)
         return
-    if launcher.startswith("mpijob"):  # Kubernetes takes values from the manifest: those that are no secret
+    if launcher.startswith(
+        ("mpijob", "trainjob")
+    ):  # Kubernetes takes values from the manifest: those that are no secret
         values = re.compile(rf'- name: "NCCL_DEBUG"\n +value: "{VALUE}"')
         plan = replace(plan, files={path: values.sub("", text) for path, text in plan.files.items()})
     assert VALUE not in text_of(plan)
@@ -257,7 +259,7 @@ def test_networks_that_lead_to_no_other_host_are_left_out(
         ({"hosts": (Host("fe80::1", 8),)}, "fe80::1"),
     ],
 )
-@pytest.mark.parametrize("launcher", [name for name in PLANNERS if not name.startswith("mpijob")])
+@pytest.mark.parametrize("launcher", [name for name in PLANNERS if not name.startswith(("mpijob", "trainjob"))])
 def test_what_cannot_be_launched(launcher: str, change: Mapping[str, Any], said: str) -> None:
     with pytest.raises(LaunchError, match=re.escape(said)) as error:
         PLANNERS[launcher](replace(TWO_HOSTS, **change))
@@ -535,6 +537,55 @@ MPI_JOB = {
     },
 }
 
+POD_JOB = {
+    "name!": str,
+    "dependsOn": [{"name!": str, "status!": {"Ready", "Complete"}}],
+    "template!": {
+        "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": {"trainer"}}},
+        "spec!": {
+            "template!": {
+                "spec!": {
+                    "securityContext": {"fsGroup": int},
+                    "containers!": [CONTAINER],
+                    "volumes": [VOLUME],
+                }
+            }
+        },
+    },
+}
+TRAINING_RUNTIME = {
+    "apiVersion!": {"trainer.kubeflow.org/v1alpha1"},
+    "kind!": {"TrainingRuntime"},
+    "metadata!": {"name!": str, "namespace": str, "labels!": {"trainer.kubeflow.org/framework!": str}},
+    "spec!": {
+        "mlPolicy!": {
+            "numNodes": int,
+            "mpi!": {
+                "numProcPerNode": int,
+                "mpiImplementation": {"OpenMPI"},  # the controller has no other
+                "sshAuthMountPath": str,
+                "runLauncherAsNode": bool,
+            },
+        },
+        "template!": {
+            "spec!": {
+                "network": {"publishNotReadyAddresses": bool},
+                "successPolicy": {"operator!": {"All", "Any"}, "targetReplicatedJobs": [str]},
+                "replicatedJobs!": [POD_JOB],
+            }
+        },
+    },
+}
+TRAIN_JOB = {
+    "apiVersion!": {"trainer.kubeflow.org/v1alpha1"},
+    "kind!": {"TrainJob"},
+    "metadata!": {"name!": str, "namespace": str},
+    "spec!": {
+        "runtimeRef!": {"kind": {"TrainingRuntime"}, "name!": str},
+        "trainer": {"numNodes": int, "numProcPerNode": int},
+    },
+}
+
 
 def faults(value: Any, schema: Any, where: str = "") -> list[str]:
     """What in a manifest is not as the schema has it."""
@@ -579,6 +630,23 @@ def test_containers_are_admitted_where_a_namespace_has_rules() -> None:
 def parsed(job: Job, cluster: kubernetes.Cluster = kubernetes.Cluster()) -> Any:  # noqa: B008 - it is frozen
     (text,) = kubernetes.plan(job, cluster).files.values()
     return yaml.safe_load(text)
+
+
+def test_a_train_job_has_the_pods_of_an_mpi_job() -> None:
+    cluster = kubernetes.Cluster(gpus_per_worker=4, namespace="team-a")
+    (text,) = trainjob.plan(TWO_HOSTS, cluster).files.values()
+    runtime, job = yaml.safe_load_all(text)
+    assert faults(runtime, TRAINING_RUNTIME) == faults(job, TRAIN_JOB) == []
+    runtime["spec"]["mlPolicy"]["mpi"]["slots"] = 4
+    assert faults(runtime, TRAINING_RUNTIME) == [".spec.mlPolicy.mpi.slots: unknown"]
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    nodes, launchers = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    pods = [one["template"]["spec"]["template"]["spec"]["containers"][0] for one in (launchers, nodes)]
+    of_mpi_job = containers(parsed(TWO_HOSTS, cluster))
+    assert [{**pod, "name": ""} for pod in pods] == [{**pod, "name": ""} for pod in of_mpi_job]
+    assert job["spec"]["trainer"] == {"numNodes": 2, "numProcPerNode": 4}
+    with pytest.raises(LaunchError, match="Open MPI alone"):
+        trainjob.plan(TWO_HOSTS, replace(cluster, dialect="intel"))
 
 
 @pytest.mark.parametrize("dialect", mpirun.DIALECTS)

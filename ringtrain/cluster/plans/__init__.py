@@ -8,5 +8,6 @@ hydra:      flags of MPICH and Intel MPI
 horovodrun: horovodrun over MPI, over Gloo, and elastic
 slurm:      srun, and a script for sbatch
 kubernetes: manifest of an MPIJob
+trainjob:   manifest of a TrainJob, with the same pods
 rank_start: arguments before a rank's command: the report of its placement, and a log per rank
 """

@@ -1,4 +1,7 @@
-"""Manifest of an MPIJob (v2beta1) for Kubernetes' MPI Operator, which creates the hosts and their ssh keys."""
+"""Manifest of an MPIJob (v2beta1) for Kubernetes' MPI Operator, which creates the hosts and their ssh keys.
+
+Its pods are also those of a TrainJob.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +61,26 @@ def plan(job: Job, cluster: Cluster = Cluster()) -> Plan:
     Only the number of hosts and their slots count: workers get the operator's names. Ranks start in the image's
     directory, not in one of this machine.
     """
+    return submission(job, cluster, (manifest(job, cluster),), by="MPI Operator")
+
+
+def submission(job: Job, cluster: Cluster, manifests: Sequence[Mapping[str, Any]], by: str) -> Plan:
+    """Plan that applies manifests of objects which a controller of the cluster runs."""
+    files: dict[str, str] = {}
+    text = "---\n".join("".join(_lines(one)) for one in manifests)
+    # The folder of the logs is one of the containers.
+    path = add_file(files, replace(job, output=""), "job.yaml", text)
+    apply = words("kubectl", "apply", because=f"submits the job to Kubernetes, whose {by} runs it")
+    return Plan((apply, words("-f", path, because="the manifest")), (), files=files)
+
+
+def _check(job: Job, cluster: Cluster) -> None:
+    """Raises LaunchError for a job that containers of equal workers cannot run."""
     check(job)
     slots = {host.slots for host in job.hosts}
     if len(slots) != 1:
         raise LaunchError(
-            "the workers of an MPIJob all have the same number of ranks: choose hosts with the same slots"
+            "the workers of a job in Kubernetes all have the same number of ranks: choose hosts with the same slots"
         )
     for what, name in (("name", cluster.name), ("namespace", cluster.namespace or "any")):
         if not LABEL.fullmatch(name):
@@ -73,11 +91,6 @@ def plan(job: Job, cluster: Cluster = Cluster()) -> Plan:
     if not cluster.image:
         raise LaunchError("got an empty name of the image, expected one such as registry.example/team/ringtrain:1")
     _refuse_local_paths(job)
-    files: dict[str, str] = {}
-    # The folder of the logs is one of the containers.
-    path = add_file(files, replace(job, output=""), "job.yaml", "".join(_lines(manifest(job, cluster))))
-    apply = words("kubectl", "apply", because="submits the job to Kubernetes, whose MPI Operator runs it")
-    return Plan((apply, words("-f", path, because="the manifest")), (), files=files)
 
 
 def _refuse_local_paths(job: Job) -> None:
@@ -94,6 +107,43 @@ def _refuse_local_paths(job: Job) -> None:
 
 
 def manifest(job: Job, cluster: Cluster) -> dict[str, Any]:
+    """Manifest of an MPIJob."""
+    launcher, worker = pods(job, cluster)
+    return {
+        "apiVersion": "kubeflow.org/v2beta1",
+        "kind": "MPIJob",
+        "metadata": metadata(cluster),
+        "spec": {
+            "slotsPerWorker": job.hosts[0].slots,
+            "mpiImplementation": IMPLEMENTATIONS[cluster.dialect],
+            "sshAuthMountPath": cluster.ssh_home,
+            "launcherCreationPolicy": "WaitForWorkersReady",
+            "runPolicy": {"cleanPodPolicy": "Running"},
+            "mpiReplicaSpecs": {
+                "Launcher": {"replicas": 1, "template": {"spec": launcher}},
+                "Worker": {"replicas": len(job.hosts), "template": {"spec": worker}},
+            },
+        },
+    }
+
+
+def metadata(cluster: Cluster) -> dict[str, str]:
+    """Name of the job, and its namespace if one was given."""
+    names = {"name": cluster.name}
+    if cluster.namespace:
+        names["namespace"] = cluster.namespace
+    return names
+
+
+def pods(
+    job: Job, cluster: Cluster, launcher_name: str = "launcher", worker_name: str = "worker"
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Specs of the pod that runs mpirun, and of those that run sshd and the ranks. Raises LaunchError.
+
+    Args:
+        launcher_name, worker_name: Names of their containers.
+    """
+    _check(job, cluster)
     kept = {name: value for name, value in job.environment.items() if name not in OF_THIS_MACHINE}
     inner = replace(job, working_directory="", environment=kept, allow_root=cluster.ssh_home == "/root/.ssh")
     names = forwarded(inner)
@@ -102,46 +152,34 @@ def manifest(job: Job, cluster: Cluster) -> dict[str, Any]:
     launch = mpirun.plan(replace(inner, environment=passed), cluster.dialect, hostfile=HOSTFILE)
     image = {"image": cluster.image, "imagePullPolicy": "IfNotPresent"}
     security = {} if inner.allow_root else {"securityContext": UNPRIVILEGED}
-    gpus = {"nvidia.com/gpu": cluster.gpus_per_worker} if cluster.gpus_per_worker else {}
-    limits = {"resources": {"limits": {**cluster.resources, **gpus}}} if cluster.resources or gpus else {}
-    probe = {"tcpSocket": {"port": job.ssh_port or SSHD_PORT}, "initialDelaySeconds": 1, "periodSeconds": 2}
-    shared = {"name": "shared-memory", "mountPath": "/dev/shm"}
-    worker = {
-        "name": "worker",
-        **image,
-        "command": [SSHD, *([str(job.ssh_port)] if job.ssh_port else [])],
-        "readinessProbe": probe,
-        **security,
-        **limits,
-    }
-    volume = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": SHARED_MEMORY}}
     launcher = {
-        "name": "launcher",
+        "name": launcher_name,
         **image,
         "command": list(_escaped(launch)),
         "env": _variables(launch, inner, names),
         **security,
         "resources": {"limits": LAUNCHER_RESOURCES},
     }
-    return {
-        "apiVersion": "kubeflow.org/v2beta1",
-        "kind": "MPIJob",
-        "metadata": {"name": cluster.name, **({"namespace": cluster.namespace} if cluster.namespace else {})},
-        "spec": {
-            "slotsPerWorker": job.hosts[0].slots,
-            "mpiImplementation": IMPLEMENTATIONS[cluster.dialect],
-            "sshAuthMountPath": cluster.ssh_home,
-            "launcherCreationPolicy": "WaitForWorkersReady",
-            "runPolicy": {"cleanPodPolicy": "Running"},
-            "mpiReplicaSpecs": {
-                "Launcher": {"replicas": 1, "template": {"spec": {"containers": [launcher]}}},
-                "Worker": {
-                    "replicas": len(job.hosts),
-                    "template": {"spec": {"containers": [{**worker, "volumeMounts": [shared]}], "volumes": [volume]}},
-                },
-            },
+
+    limits: dict[str, Any] = dict(cluster.resources)
+    if cluster.gpus_per_worker:
+        limits["nvidia.com/gpu"] = cluster.gpus_per_worker
+    sshd = [SSHD, str(job.ssh_port)] if job.ssh_port else [SSHD]
+    worker = {
+        "name": worker_name,
+        **image,
+        "command": sshd,
+        "readinessProbe": {
+            "tcpSocket": {"port": job.ssh_port or SSHD_PORT},
+            "initialDelaySeconds": 1,
+            "periodSeconds": 2,
         },
+        **security,
+        **({"resources": {"limits": limits}} if limits else {}),
+        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
     }
+    volume = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": SHARED_MEMORY}}
+    return {"containers": [launcher]}, {"containers": [worker], "volumes": [volume]}
 
 
 def _escaped(launch: Plan) -> Iterator[Commented]:
