@@ -117,11 +117,11 @@ MUTANTS = (
     # Fewer bytes
     Mutant(
         *("what a step leaves out is forgotten", "hvd/reducers/powersgd.py"),
-        *("matrix.error.assign(tf.reshape(one - result, matrix.error.shape))", "pass"),
+        *("matrix.error.assign(tf.reshape(gradients[index] - result, matrix.error.shape))", "pass"),
         _property("slow_links.what_is_left_out_comes_later"),
     ),
     Mutant(
-        *("matrices that are not orthonormal", "hvd/reducers/powersgd.py", "tf.linalg.qr(one)[0]", "one"),
+        *("matrices that are not orthonormal", "hvd/reducers/powersgd.py", "tf.linalg.qr(mean)[0]", "mean"),
         _property("slow_links.full_rank_equals_the_ring"),
     ),
     Mutant(
@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         *("rounds that move frozen layers", "hvd/reducers/local_steps.py"),
-        *("if one.trainable and not self.is_local(one)", "if not self.is_local(one)"),
+        *("if variable.trainable and not self.is_local(variable):", "if not self.is_local(variable):"),
         _property("slow_links.frozen_weights_stay"),
     ),
     Mutant(
