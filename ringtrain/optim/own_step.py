@@ -36,7 +36,18 @@ def named(model: keras.Model) -> str:
 
 def num_operations() -> int:
     """Number of the operations in the graph so far; 0 without a graph."""
-    return 0 if tf.executing_eagerly() else len(tf.compat.v1.get_default_graph().get_operations())
+    if tf.executing_eagerly():
+        return 0
+    return len(tf.compat.v1.get_default_graph().get_operations())
+
+
+def operations(graph: Any) -> list[str]:
+    """Types of the operations of a graph, then of those of the functions that it calls."""
+    definition = graph.as_graph_def()
+    nodes = [*definition.node]
+    for function in definition.library.function:
+        nodes += function.node_def
+    return [node.op for node in nodes]
 
 
 class Effects:
@@ -48,8 +59,9 @@ class Effects:
 
     def __init__(self, model: keras.Model, allowed: Sequence[Any]) -> None:
         self.model = model
-        slots = [variable for optimizer in hvd.optimizers_of(model) for variable in optimizer.variables]
-        everything = [*model.variables, *model.metrics_variables, *slots]
+        everything = [*model.variables, *model.metrics_variables]
+        for optimizer in hvd.optimizers_of(model):
+            everything += optimizer.variables
         self._names = {id(variable.value.handle): variable.path for variable in everything}
         self._allowed = {id(variable.value.handle) for variable in allowed}
 
@@ -60,7 +72,8 @@ class Effects:
         graph: Any = tf.compat.v1.get_default_graph()
         changes = _Changes(graph)
         for operation in graph.get_operations()[begin:]:
-            node, inputs = operation.node_def, list(operation.inputs)
+            node = operation.node_def
+            inputs = list(operation.inputs)
             handles = [tensor.dtype == tf.resource for tensor in inputs]
             for place in changes.of_inputs(node, handles):
                 handle = id(_outermost(graph, inputs[place]))
@@ -98,10 +111,10 @@ class _Changes:
         if function in self._known:
             return self._known[function]
         changed = self._known[function] = set()  # a function may call itself
-        found = self.graph._get_function(function)
-        if found is None:  # of another graph
+        defined = self.graph._get_function(function)
+        if defined is None:  # of another graph
             return changed
-        definition = found.cached_definition
+        definition = defined.cached_definition
         arguments: dict[str, int] = {}
         """number of the argument that a name in the function stands for"""
         for number, argument in enumerate(definition.signature.input_arg):
@@ -121,15 +134,18 @@ class _Changes:
 def _source(text: str) -> str:
     """Name of an argument, or node and place of its output, from the input of a node in a function."""
     node, _, output = text.partition(":")
-    return f"{node}:{output.rpartition(':')[2]}" if output else node
+    if not output:
+        return node
+    return f"{node}:{output.rpartition(':')[2]}"
 
 
 def _called(node: Any) -> list[str]:
     """Names of the functions that an operation calls."""
     names = []
     for value in node.attr.values():
-        functions = [value.func, *value.list.func] if value.HasField("func") else value.list.func
-        names += [function.name for function in functions]
+        if value.HasField("func"):
+            names.append(value.func.name)
+        names += [function.name for function in value.list.func]
     return names
 
 
@@ -139,8 +155,9 @@ def _outermost(graph: Any, tensor: Any) -> Any:
         if tensor.op.type in PASSES:
             tensor = tensor.op.inputs[tensor.value_index]
             continue
-        found = next((outside for outside, inside in getattr(graph, "captures", ()) if inside is tensor), None)
-        if found is None:
+        captures = getattr(graph, "captures", ())
+        captured = next((outside for outside, inside in captures if inside is tensor), None)
+        if captured is None:
             return tensor
-        tensor, graph = found, graph.outer_graph
+        tensor, graph = captured, graph.outer_graph
     return tensor

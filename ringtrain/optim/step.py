@@ -155,8 +155,11 @@ class Step:
         self.weights = [] if self.updates_itself else list(model.trainable_weights)
         """whose gradients are summed here"""
         if self.updates_itself:
-            slots = [variable for optimizer in hvd.optimizers_of(model) for variable in optimizer.variables]
-            self.changed = list({id(one): one for one in (*model.weights, *slots, *self.changed)}.values())
+            changed = [*model.weights]
+            for optimizer in hvd.optimizers_of(model):
+                changed += optimizer.variables
+            changed += self.changed
+            self.changed = list({id(variable): variable for variable in changed}.values())
         self._before = [tf.Variable(variable.value, trainable=False) for variable in self.changed]
         self._is_under_way = tf.Variable(False, trainable=False)
         hvd.share_state(model)
@@ -211,10 +214,9 @@ class Step:
         # Weights change only when all sums are there, and nothing can fail any more.
         flat = [tensor for tensor in tf.nest.flatten(total, expand_composites=True) if tensor is not None]
         with tf.control_dependencies(flat), innermost(optimizer).reduced_before():
-            pairs = zip(total.gradients, self.weights, strict=True)
-            given = [(gradient, weight) for gradient, weight in pairs if gradient is not None]
             if not self.updates_itself:
-                optimizer.apply_gradients(given)
+                pairs = zip(total.gradients, self.weights, strict=True)
+                optimizer.apply_gradients([(gradient, weight) for gradient, weight in pairs if gradient is not None])
             for variable, value in zip(self.moving, total.moving, strict=True):
                 variable.assign(value)
             for variable, value in zip(self.counters, total.counters, strict=True):
@@ -231,8 +233,8 @@ class Step:
         results = self.model.get_metrics_result()
         if not self.has_own:
             return results
-        others = dict(zip(self._names_besides_metrics(logs), means, strict=True))
-        return {name: others[name] if name in others else results[name] for name in logs}
+        values = {**results, **dict(zip(self._names_besides_metrics(logs), means, strict=True))}
+        return {name: values[name] for name in logs}
 
     def _names_besides_metrics(self, logs: Mapping[str, Any]) -> list[str]:
         results = self.model.get_metrics_result()
@@ -312,7 +314,10 @@ def _flat(logs: Mapping[str, Any]) -> dict[str, Any]:
     """Logs without dictionaries in them, as Keras passes them on: a step may return that of all compiled metrics."""
     flat: dict[str, Any] = {}
     for name, value in logs.items():
-        flat |= _flat(value) if isinstance(value, Mapping) else {name: value}
+        if isinstance(value, Mapping):
+            flat |= _flat(value)
+        else:
+            flat[name] = value
     return flat
 
 
