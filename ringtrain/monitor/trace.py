@@ -45,11 +45,14 @@ def merge(folder: Path, out: Path) -> int:
     try:
         events += _of_horovod(folder / HOROVOD)
         first_s = min((event["ts"] for event in events if "ts" in event), default=0.0)
+        # Begin and end in whole microseconds: viewers drop an event that begins before the previous one ends.
         for event in events:
-            if "ts" in event:
-                # Begin and end in whole microseconds: viewers drop an event that begins before the previous one ends.
-                begin_us, end_us = (round((event["ts"] + after - first_s) * 1e6) for after in (0, event.get("dur", 0)))
-                event |= {"ts": begin_us} | ({"dur": end_us - begin_us} if "dur" in event else {})
+            if "ts" not in event:
+                continue
+            begin_s = event["ts"]
+            event["ts"] = round((begin_s - first_s) * 1e6)
+            if "dur" in event:
+                event["dur"] = round((begin_s + event["dur"] - first_s) * 1e6) - event["ts"]
     except INVALID as error:
         raise _damaged(folder, error) from error
     events.sort(key=lambda event: event.get("ts", -1.0))
@@ -79,7 +82,9 @@ def _lines(path: Path) -> Iterator[Any]:
 def _of_rank(about: Mapping[str, Any], steps: list[Any]) -> Iterator[Event]:
     """Yields a rank's events: phases of its steps, and for each gradient the time from local to reduced."""
     rank, late_s = about["rank"], about["offset_s"]
-    error = f", clock within {about['error_s'] * 1e3:.2f} ms" if about["error_s"] else ""
+    error = ""
+    if about["error_s"]:
+        error = f", clock within {about['error_s'] * 1e3:.2f} ms"
     yield _meta("process_name", rank, 0, name=f"rank {rank} on {about['host']}{error}")
     yield _meta("process_sort_index", rank, 0, sort_index=rank)
     yield from _track(rank, STEPS, "steps")
