@@ -59,14 +59,17 @@ def horovod_operations(wanted: Mapping[str, Any]) -> list[str] | None:
 def horovod_sha256(wanted: Mapping[str, Any]) -> str | None:
     """SHA-256 of Horovod's TensorFlow library; None without a library."""
     content = horovod_library()
-    return None if content is None else hashlib.sha256(content).hexdigest()
+    if content is None:
+        return None
+    return hashlib.sha256(content).hexdigest()
 
 
 def ringtrain(wanted: Mapping[str, Any]) -> dict[str, Any]:
     """{"version", "folder", "hash", "files"} of the installed ringtrain."""
     folder = folder_of("ringtrain")
     version = re.search(r'^__version__ = "(.+)"$', read(os.path.join(folder, "__init__.py")), re.MULTILINE)
-    return {"version": version.group(1) if version else "?", **(hashes(folder, "") or {})}
+    number = version.group(1) if version else "?"
+    return {"version": number, **(hashes(folder, "") or {})}
 
 
 def code(wanted: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -243,9 +246,11 @@ def _same_files(value: str, local: Facts, remote: Facts) -> Cell:
     files, others = local["files"], remote["files"]
     names = sorted(name for name in {*files, *others} if files.get(name) != others.get(name))
     text = f"{count(len(names), 'file')} of {remote['folder']} not as here: {', '.join(names[:3])}"
+    if len(names) > 3:
+        text += ", ..."
     if remote.get("version") != local.get("version"):
         text = f"version {remote['version']}, expected version {local['version']}; {text}"
-    return Cell(value, "error", text + (", ..." if len(names) > 3 else ""), _copy(local["folder"]), "here")
+    return Cell(value, "error", text, _copy(local["folder"]), "here")
 
 
 def _copy(folder: str) -> str:

@@ -22,7 +22,9 @@ def assign(callers: Sequence[Caller], by_index: bool = False) -> list[tuple[Call
     by_host: dict[str, list[Caller]] = {}
     for caller in sorted(callers, key=lambda each: each.index):
         by_host.setdefault(caller.host, []).append(caller)
-    assigned = [(caller, local_rank) for group in by_host.values() for local_rank, caller in enumerate(group)]
+    assigned: list[tuple[Caller, int]] = []
+    for group in by_host.values():
+        assigned += [(caller, local_rank) for local_rank, caller in enumerate(group)]
     if by_index:
         assigned.sort(key=lambda pair: pair[0].index)
     placements = []
