@@ -28,6 +28,7 @@ from ringtrain.hvd.keras_patches import (
     optimizers_of,
     refuse_horovods_own,
     set_untracked,
+    slots_of,
 )
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.reduction import OP_WORDS, averaged_by_adasum
@@ -65,14 +66,15 @@ def broadcast_model(
     """
     if not has_weights(model):
         raise ValueError(f"broadcast_model: {model.name} has no weights yet; call model.build(input_shape) first")
-    optimizer = compiled_optimizer(model) if optimizer is None else optimizer
+    if optimizer is None:
+        optimizer = compiled_optimizer(model)
     if optimizer is not None:
         refuse_horovods_own(optimizer)
         _require_same_settings(model, optimizer, process_set)
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
     local = {id(variable) for variable in local_variables}
-    slots = (variable for one in optimizers_of(model, optimizer) for variable in one.variables)
+    slots = slots_of(model, optimizer)
     variables = [*model.weights, *slots, *(seeds(model) if is_shared(model) else [])]
     broadcast_variables([v for v in variables if id(v) not in local], root_rank, process_set, device=device)
 
@@ -384,10 +386,11 @@ def _require_same_settings(model: keras.Model, optimizer: Any, process_set: Proc
 
 
 def _checksums(model: keras.Model, optimizer: Any, copy: int) -> Iterator[tuple[str, int]]:
-    optimizers = optimizers_of(model, optimizer)
-    local = [variable for one in optimizers for variable in _local_variables(model, one)]
-    excluded = {id(variable) for variable in (*weights_of_one_rank(model), *local)}
-    for variable in (*model.weights, *(variable for one in optimizers for variable in one.variables)):
+    local = list(weights_of_one_rank(model))
+    for held in optimizers_of(model, optimizer):
+        local += _local_variables(model, held)
+    excluded = {id(variable) for variable in local}
+    for variable in (*model.weights, *slots_of(model, optimizer)):
         if id(variable) not in excluded:
             yield variable.path, _checksum(copies_of(variable)[copy].numpy())
 

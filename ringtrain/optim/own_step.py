@@ -12,8 +12,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ringtrain import hvd
 from ringtrain.errors import ConfigError
+from ringtrain.hvd.keras_patches import slots_of
 
 ADVICE = "with virtual ranks it is called for each part of the rows, and weights are updated once, after all of them"
 ASSIGNS = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "ResourceScatter", "ResourceStridedSlice")
@@ -59,9 +59,7 @@ class Effects:
 
     def __init__(self, model: keras.Model, allowed: Sequence[Any]) -> None:
         self.model = model
-        everything = [*model.variables, *model.metrics_variables]
-        for optimizer in hvd.optimizers_of(model):
-            everything += optimizer.variables
+        everything = [*model.variables, *model.metrics_variables, *slots_of(model)]
         self._names = {id(variable.value.handle): variable.path for variable in everything}
         self._allowed = {id(variable.value.handle) for variable in allowed}
 

@@ -26,7 +26,7 @@ from ringtrain import hvd
 from ringtrain.data.parts import Header, rows_of
 from ringtrain.errors import ConfigError
 from ringtrain.hvd import train_step
-from ringtrain.hvd.keras_patches import innermost, layers_of
+from ringtrain.hvd.keras_patches import innermost, layers_of, slots_of
 from ringtrain.hvd.step_timing import PLACE
 from ringtrain.optim import divided, own_step
 from ringtrain.optim.kept_gradients import gradients_kept
@@ -155,10 +155,7 @@ class Step:
         self.weights = [] if self.updates_itself else list(model.trainable_weights)
         """whose gradients are summed here"""
         if self.updates_itself:
-            changed = [*model.weights]
-            for optimizer in hvd.optimizers_of(model):
-                changed += optimizer.variables
-            changed += self.changed
+            changed = [*model.weights, *slots_of(model), *self.changed]
             self.changed = list({id(variable): variable for variable in changed}.values())
         self._before = [tf.Variable(variable.value, trainable=False) for variable in self.changed]
         self._is_under_way = tf.Variable(False, trainable=False)
@@ -258,7 +255,7 @@ class Step:
         if not self.updates_itself:
             updates = gradients_kept(self.model, self._losses.num_parts(), until_loss and not self.has_own)
         with self._losses.in_step(share), self.weighed(share), updates as gradients:
-            logs = _flat(self._inner(rows))
+            logs = flat_logs(self._inner(rows))
         if self._effects is not None:
             self._effects.refuse(begun)
         means = []
@@ -310,12 +307,12 @@ def step_of_all_ranks(model: keras.Model, input_shape: Sequence[int], sums: Sums
     return Step(model, sums=sums).__enter__()
 
 
-def _flat(logs: Mapping[str, Any]) -> dict[str, Any]:
+def flat_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
     """Logs without dictionaries in them, as Keras passes them on: a step may return that of all compiled metrics."""
     flat: dict[str, Any] = {}
     for name, value in logs.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value)
+            flat |= flat_logs(value)
         else:
             flat[name] = value
     return flat

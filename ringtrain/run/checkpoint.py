@@ -188,7 +188,9 @@ def prune(folder: Path, keep: int, best_by: str) -> None:
         if score is not None:
             scores[path] = score
     # The oldest of equal scores: within an epoch, a checkpoint still has the metrics of the previous epoch.
-    best = max(reversed(paths), key=lambda path: scores.get(path, -math.inf), default=None) if scores else None
+    best = None
+    if scores:
+        best = max(reversed(paths), key=lambda path: scores.get(path, -math.inf))
     for path in paths[keep:]:
         if path != best:
             _remove(path)

@@ -56,7 +56,9 @@ def terminal_of(process: Process) -> Console:
     """Returns this rank's console, which is quiet if the run is."""
     from ringtrain import hvd
 
-    return console_for(1 if process.source.is_quiet else hvd.rank())
+    if process.source.is_quiet:
+        return console_for(1)
+    return console_for(hvd.rank())
 
 
 def console_for(rank: int) -> Console:
@@ -110,7 +112,9 @@ class _StderrAboveBar(io.TextIOBase):
     def write(self, text: str) -> int:
         """Shows complete lines and keeps the rest."""
         *lines, rest = (self._unfinished + text).split("\n")
-        self._unfinished = _as_last_written(rest) + ("\r" if rest.endswith("\r") else "")
+        self._unfinished = _as_last_written(rest)
+        if rest.endswith("\r"):
+            self._unfinished += "\r"
         for line in map(_as_last_written, lines):
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
             self.to_log(line)
@@ -187,7 +191,9 @@ class Progress:
 
 def speed(images_per_s: float) -> str:
     """Formats a speed, e.g. "1,234 images/s". A run of one step has none: the first step is not measured."""
-    return f"{images_per_s:,.0f} images/s" if math.isfinite(images_per_s) else "too short to measure speed"
+    if not math.isfinite(images_per_s):
+        return "too short to measure speed"
+    return f"{images_per_s:,.0f} images/s"
 
 
 def show_plan(
@@ -202,12 +208,17 @@ def show_plan(
     rates = schedules.in_words(schedules.schedule_of(config, numbers), numbers.steps_per_epoch)
     of_numbers = in_words(config, numbers, len(strategy.of_others))
     options = ", ".join(f"{name}={value}" for name, value in changed_options(config).items()) or "defaults"
-    notes = {"note" + " " * number: sentence for number, sentence in enumerate(without_effect(config))}
+    notes: dict[str, str] = {}
+    for sentence in without_effect(config):
+        key = "note".ljust(len("note") + len(notes))  # no row may have the key of another
+        notes[key] = sentence
     # The name of a strategy that no other row says, with what a user must know.
     name = config.strategy.name
-    named = {}
+    named: dict[str, str] = {}
     if name not in ("ring", strategy.copies_name):
-        named["strategy"] = name + ("; its servers obey every user of these hosts" if strategy.over_grpc else "")
+        named["strategy"] = name
+        if strategy.over_grpc:
+            named["strategy"] += "; its servers obey every user of these hosts"
     shown = {
         **placement,
         "data": f"{config.data.name}: {numbers.num_train:,} to train, {numbers.num_test:,} to test",
@@ -243,15 +254,14 @@ def show_complete(console: Console, folder: Path, summary: Mapping[str, Any], en
     elif summary["config"]["schedule"]["name"] in ("cosine", "polynomial"):
         more = "give another --run.name: its learning rate depends on --train.epochs"
     elif "script" in summary:
-        ended = f"{summary['stopped_by']} ended it: " if summary["stopped_by"] else "raise epochs, or "
-        more = f"{ended}give another name"
-    accuracy = summary["test_accuracy"]
-    rows = {
-        "complete": f"since {since}, after step {summary['global_step']:,}",
-        **({} if accuracy is None else {"test accuracy": f"{accuracy:.2%}"}),
-        "to train more": more,
-        "unchanged": str(folder),
-    }
+        more = "raise epochs, or give another name"
+        if summary["stopped_by"]:
+            more = f"{summary['stopped_by']} ended it: give another name"
+    rows = {"complete": f"since {since}, after step {summary['global_step']:,}"}
+    if summary["test_accuracy"] is not None:
+        rows["test accuracy"] = f"{summary['test_accuracy']:.2%}"
+    rows["to train more"] = more
+    rows["unchanged"] = str(folder)
     _show_rows(console, rows)
 
 

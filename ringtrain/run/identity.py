@@ -76,8 +76,11 @@ def content_of(dataset: tf.data.Dataset) -> str:
                 rows = np.asarray(tensor).reshape(len(tensor), -1).view(np.uint8)
                 width = math.gcd(8, rows.shape[1])  # as few and wide numbers as a row has
                 total = rows.view(f"u{width}").sum(dtype=np.uint64)
-                checksum, num_arrays = zlib.crc32(total.tobytes(), checksum), num_arrays + 1
-    return f"with checksum {checksum:08x} of {num_arrays} arrays" if num_arrays else ""
+                checksum = zlib.crc32(total.tobytes(), checksum)
+                num_arrays += 1
+    if not num_arrays:
+        return ""
+    return f"with checksum {checksum:08x} of {num_arrays} arrays"
 
 
 def words_of(value: Any) -> str:
@@ -93,7 +96,9 @@ def words_of(value: Any) -> str:
     if isinstance(value, Mapping):
         if {"class_name", "config"} <= set(value):  # as Keras writes objects
             config = value["config"]
-            return _named(value["class_name"], config) if isinstance(config, Mapping) else words_of(config)
+            if isinstance(config, Mapping):
+                return _named(value["class_name"], config)
+            return words_of(config)
         entries = [f"{key}: {words_of(value[key])}" for key in sorted(value, key=str)]
         return f"{{{', '.join(entries)}}}"
     if isinstance(value, list | tuple):
@@ -103,7 +108,9 @@ def words_of(value: Any) -> str:
         return _named(_name_of(function or type(value)), _settings(value))
     if isinstance(value, np.ndarray):
         return f"{value.shape} with checksum {zlib.crc32(value.tobytes()):08x}"
-    return _name_of(value if callable(value) else type(value))
+    if callable(value):
+        return _name_of(value)
+    return _name_of(type(value))
 
 
 def _named(name: str, config: Mapping[str, Any]) -> str:

@@ -82,7 +82,9 @@ def started_again(config: Config, attempt: Attempt) -> Config:
     """Returns the configuration of a restarted run, which resumes in its own folder."""
     name = config.run.name or attempt.run_name
     own = Path(config.run.directory) / name / "checkpoints"
-    resume = "auto" if attempt.number and name and checkpoint.saved_in(own) else config.run.resume
+    resume = config.run.resume
+    if attempt.number and name and checkpoint.saved_in(own):
+        resume = "auto"
     return dataclasses.replace(config, run=dataclasses.replace(config.run, name=name, resume=resume))
 
 
@@ -106,12 +108,14 @@ def same_global_batch(config: Config, attempt: Attempt, size: int) -> Config:
 
 def source_of(config: Config) -> tuple[Path | None, bool]:
     """Returns the folder to resume from (None: start from scratch), and whether it must hold a checkpoint."""
-    resume, own = config.run.resume, Path(config.run.directory) / config.run.name
+    resume = config.run.resume
     if resume == "must" and not config.run.name:
         raise ConfigError("resume: got must, which needs the name of the run to resume: give --run.name as well")
+    if resume == "never" or (resume == "auto" and not config.run.name):
+        return None, False
     if resume in ("auto", "must"):
-        return (own if config.run.name else None), resume == "must"
-    return (None, False) if resume == "never" else (Path(resume), True)
+        return Path(config.run.directory) / config.run.name, resume == "must"
+    return Path(resume), True
 
 
 def has_left_its_source(config: Config) -> bool:
@@ -194,8 +198,9 @@ class Clock(keras.callbacks.Callback):
 
     def add_saved_metrics(self) -> None:
         """Adds the sums of the epoch's steps before a resume to those of the metrics, once."""
-        states = zip(self.model.metrics_variables, self.metrics_state, strict=True) if self.metrics_state else ()
-        for variable, array in states:
+        if not self.metrics_state:
+            return
+        for variable, array in zip(self.model.metrics_variables, self.metrics_state, strict=True):
             variable.assign_add(array)
         self.metrics_state = ()
 
@@ -236,15 +241,20 @@ def restore(
     if newest is not None and resume_check.is_of_a_script(config):
         start = _in_epochs_of(start, newest, numbers)
         start = dataclasses.replace(start, is_ended=start.is_ended and resume_check.is_own(newest, config))
-    start, spec = hvd.broadcast_object(
-        (start, model_state.spec(by_rank[0]) if by_rank else []), 0, name="ringtrain_start"
-    )
+    spec: model_state.Spec = []
+    if by_rank:
+        spec = model_state.spec(by_rank[0])
+    start, spec = hvd.broadcast_object((start, spec), 0, name="ringtrain_start")
     hvd.broadcast_model(model, root_rank=0)
     if not spec:
         return start
     hvd.scatter_slots(hvd.optimizers_of(model), slots)
-    length = sum(model_state.num_bytes(*array) for one in spec for array in one.values())
-    rows = [model_state.packed(states) for states in by_rank] if by_rank else None
+    length = 0
+    for kinds in spec:
+        length += sum(model_state.num_bytes(dtype, shape) for dtype, shape in kinds.values())
+    rows = None
+    if by_rank:
+        rows = [model_state.packed(states) for states in by_rank]
     *own_states, metrics = model_state.unpacked(hvd.scatter_bytes(rows, length, name="ringtrain_own_state"), spec)
     hvd.global_seed(create=True)
     for copy, state in enumerate(own_states):
@@ -266,7 +276,8 @@ def _local_states(newest: checkpoint.Checkpoint, model: keras.Model, seed: int) 
         same = len(own) == size * copies and not was_shared
     if newest.manifest["format"] == 1 or is_shared:  # in which only the seeds have the same indices
         seeds = [f"{index:05d}" for index in range(len(hvd.seeds(model)))]
-        own = [{place: arrays[place] for place in seeds if place in arrays} for arrays in own]
+        for rank, arrays in enumerate(own):
+            own[rank] = {place: arrays[place] for place in seeds if place in arrays}
     if not same:
         first = own[:1] if was_shared else own  # there, all ranks have the same seeds
         own = model_state.seeds_for(model, first, size * copies, seed, newest.global_step)
@@ -298,7 +309,8 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
         newest = checkpoint.verify(folder)
     else:
         inner = folder / "checkpoints"
-        newest, refused = checkpoint.newest(inner if inner.is_dir() else folder)
+        parent = inner if inner.is_dir() else folder
+        newest, refused = checkpoint.newest(parent)
     if newest is None and refused:
         raise CheckpointError(f"{folder}: no checkpoint verifies; {'; '.join(refused)}")
     if newest is None and must:

@@ -7,6 +7,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import socket
 import struct
 import sys
@@ -50,9 +51,7 @@ SCHEDULED_JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX")
 
 def default_name(data_name: str, now_s: float | None = None) -> str:
     """Returns the default name of a run, e.g. "digits-20261120-101500". `now_s`: Unix time; None: now."""
-    stem = ""
-    for letter in data_name:
-        stem += letter if letter.isalnum() or letter in "-_." else "-"
+    stem = re.sub(r"[^\w.-]", "-", data_name)
     return f"{stem}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now_s))}"
 
 

@@ -67,7 +67,9 @@ def job_of(process: Process, given: data.DataSet) -> Job:
 
     # Cut before its size decides the number of steps.
     config, together = process.config, process.together
-    data_set = together(lambda: given.first(config.data.max_samples)) if config.data.max_samples else given
+    data_set = given
+    if config.data.max_samples:
+        data_set = together(lambda: given.first(config.data.max_samples))
     num_parts = together(lambda: num_shards(config, hvd.size() * process.strategy.copies))
     numbers = together(lambda: derive(config, num_parts, len(data_set.train), len(data_set.test)))
     # Other ranks must have read the same bytes. Equal bits also need the same instructions for the same sums.
