@@ -1,4 +1,4 @@
-"""Numbers that follow from the configuration, the size of the data and the number of ranks."""
+"""Numbers that follow from the configuration, the data and the number of ranks; options without effect."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ringtrain.config import OPTIMIZERS, Config, HvdConfig
+from ringtrain.config import OPTIONS, Config, HvdConfig, changed_options
 from ringtrain.errors import ConfigError
+from ringtrain.optimizer_kinds import OPTIMIZERS
+from ringtrain.option_rules import Need
 
 SCALINGS: dict[str, Callable[[float], float]] = {"linear": lambda k: k, "sqrt": math.sqrt, "none": lambda k: 1.0}
 
@@ -193,3 +195,18 @@ def in_words(config: Config, numbers: Numbers, num_workers: int = 0) -> dict[str
         "shard": f"{num_samples:,} samples an epoch on each {noun}",
         "learning rate": f"{n.learning_rate:g}{scaled} ({optimizer.name}, {config.schedule.name}{reason})",
     }
+
+
+def without_effect(config: Config) -> list[str]:
+    """Options that are set without effect, a sentence each, e.g. "schedule.power has no effect: it needs ..."."""
+    sentences = []
+    for option in changed_options(config):
+        needs = [note for note in OPTIONS[option].notes if isinstance(note, Need)]
+        if not all(need.is_met(config) for need in needs):
+            sentences.append(f"{option} has no effect: it needs {' and '.join(need.text for need in needs)}")
+    late = [f"{epoch:g}" for epoch in config.schedule.milestones if epoch >= config.train.epochs]
+    if config.schedule.name == "steps" and late:
+        sentences.append(f"schedule.milestones {' '.join(late)}: the run ends after epoch {config.train.epochs}")
+    if config.optimizer.name == "adamw" and not config.optimizer.weight_decay:
+        sentences.append("optimizer.name adamw without optimizer.weight_decay is adam")
+    return sentences

@@ -1,4 +1,4 @@
-"""Optimizers of ringtrain's own, and how the configured one is built with its schedule; names: config.OPTIMIZERS."""
+"""Optimizers of ringtrain's own, and how the configured one is built with its schedule; names: optimizer_kinds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from ringtrain.config import OPTIMIZERS, Config
+from ringtrain.config import Config
 from ringtrain.config_io import find
 from ringtrain.derived import Numbers
 from ringtrain.optim.schedules import Schedule, schedule_of
+from ringtrain.optimizer_kinds import OPTIMIZERS
 
 
 @keras.saving.register_keras_serializable(package="ringtrain")

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from ringtrain.config import changed_options, without_effect
-from ringtrain.derived import Numbers, in_words
+from ringtrain.config import changed_options
+from ringtrain.derived import Numbers, in_words, without_effect
 from ringtrain.monitor.journal import duration
 from ringtrain.optim import schedules
 from ringtrain.protocol.env import HOST_SLOTS

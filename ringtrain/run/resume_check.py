@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ringtrain.config import OPTIMIZERS, Config, option_types, value_of
+from ringtrain.config import Config, option_types, value_of
 from ringtrain.derived import Numbers, scaling_rule
 from ringtrain.errors import ConfigError
+from ringtrain.optimizer_kinds import OPTIMIZERS
 from ringtrain.run import checkpoint
 
 # Options that may change on resume. The others affect the result; the global batch is compared as a whole.
