@@ -169,15 +169,14 @@ def _evaluate(model: keras.Model, given: _Given) -> dict[str, Any]:
 
     def of_rank() -> tuple[dict[str, Any], list[NDArray[Any]]]:
         model.reset_metrics()
-        before = {id(one): one.numpy() for one in model.metrics_variables}
+        before = {id(variable): variable.numpy() for variable in model.metrics_variables}
         logs = evaluation.evaluated(model, whole.dataset, callbacks)
         if not callbacks.num_calls:
             _build(model.test_step, whole)  # metrics may still lack their variables
         states = evaluation.states_of_metrics(model)
-        begins = [
-            before.get(id(one), np.zeros_like(state))
-            for one, state in zip(model.metrics_variables, states, strict=True)
-        ]
+        begins = []
+        for variable, state in zip(model.metrics_variables, states, strict=True):
+            begins.append(before.get(id(variable), np.zeros_like(state)))
         if not callbacks.num_calls:  # Keras has tried to read a batch, and may have counted it
             states = begins
         if hvd.rank():  # what a reset leaves belongs to the sum once
@@ -296,16 +295,20 @@ def _metrics_without_sum(model: keras.Model, whole: data.WholeBatches) -> list[s
     from ringtrain import hvd
     from ringtrain.optim import metric_states
 
-    own = metric_states.of_script(model)
-    if not own or whole.rows is None:
+    names = metric_states.of_script(model)
+    if not names or whole.rows is None:
         return []
-    if len(whole.rows) >= metric_states.NUM_ROWS:
-        seen = metric_states.of_test_step(model, whole.rows.rows)
-        own = hvd.broadcast_object(seen.not_over_rows if seen else [], root_rank=0, name="ringtrain_not_summed")
-        if own and hvd.rank() == 0:
-            text = f"{', '.join(own)}: the metric is no sum over rows, so that every rank evaluates all of them"
-            print(f"ringtrain: evaluate: {text}", file=sys.stderr, flush=True)
-    return own
+    if len(whole.rows) < metric_states.NUM_ROWS:
+        return names
+    not_summed: list[str] = []
+    seen = metric_states.of_test_step(model, whole.rows.rows)
+    if seen:
+        not_summed = seen.not_over_rows
+    not_summed = hvd.broadcast_object(not_summed, root_rank=0, name="ringtrain_not_summed")
+    if not_summed and hvd.rank() == 0:
+        text = f"{', '.join(not_summed)}: the metric is no sum over rows, so that every rank evaluates all of them"
+        print(f"ringtrain: evaluate: {text}", file=sys.stderr, flush=True)
+    return not_summed
 
 
 def _callbacks(model: keras.Model, given: _Given, whole: data.WholeBatches) -> CallbacksOfAll:
@@ -313,8 +316,11 @@ def _callbacks(model: keras.Model, given: _Given, whole: data.WholeBatches) -> C
     from ringtrain import hvd
     from ringtrain.run.evaluation import CallbacksOfAll
 
+    callbacks = [*callbacks_in(given.callbacks)]
+    if hvd.rank():
+        callbacks = [callback for callback in callbacks if not classes_of(callback) & {*ON_RANK_0}]
     return CallbacksOfAll(
-        [one for one in callbacks_in(given.callbacks) if hvd.rank() == 0 or not classes_of(one) & {*ON_RANK_0}],
+        callbacks,
         add_progbar=given.verbose != 0 and hvd.rank() == 0,
         verbose=given.verbose,
         epochs=1,
@@ -327,12 +333,12 @@ def _compared(whole: data.WholeBatches, callbacks: CallbacksOfAll) -> list[int]:
     """Number of calls of each rank; raises DataError if ranks have read other batches. Collective."""
     from ringtrain import hvd
 
-    own = callbacks.num_calls, [] if whole.is_shard else list(whole.read.values())
-    of_ranks = hvd.allgather_object(own, name="ringtrain_batches_read")
+    read = [] if whole.is_shard else list(whole.read.values())
+    of_ranks = hvd.allgather_object((callbacks.num_calls, read), name="ringtrain_batches_read")
     if not any(num_calls for num_calls, _ in of_ranks):
         raise DataError("ringtrain.fit: got data without batches, expected at least one")
-    num_read = min(len(read) for _, read in of_ranks)  # prefetching goes beyond a rank's last batch
-    _require_alike([tuple(read[:num_read]) for _, read in of_ranks])
+    num_read = min(len(of_rank) for _, of_rank in of_ranks)  # prefetching goes beyond a rank's last batch
+    _require_alike([tuple(of_rank[:num_read]) for _, of_rank in of_ranks])
     return [num_calls for num_calls, _ in of_ranks]
 
 

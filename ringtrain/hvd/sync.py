@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import socket
 import zlib
 from collections import Counter
@@ -70,8 +71,11 @@ def broadcast_model(
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
     local = {id(variable) for variable in local_variables}
+    seeds_to_share: list[Any] = []
+    if is_shared(model):
+        seeds_to_share = seeds(model)
     slots = slots_of(model, optimizer)
-    variables = [*model.weights, *slots, *(seeds(model) if is_shared(model) else [])]
+    variables = [*model.weights, *slots, *seeds_to_share]
     broadcast_variables([v for v in variables if id(v) not in local], root_rank, process_set, device=device)
 
 
@@ -94,7 +98,8 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
         OutOfSync: On every rank. Names the ranks that differ and the first variable that differs.
         ValueError: The optimizer was wrapped by Horovod's `DistributedOptimizer`.
     """
-    optimizer = compiled_optimizer(model) if optimizer is None else optimizer
+    if optimizer is None:
+        optimizer = compiled_optimizer(model)
     refuse_horovods_own(optimizer)
     process_set = _process_set(optimizer)
     copies = [tuple(zip(*_checksums(model, optimizer, copy), strict=True)) for copy in range(num_copies(model))]
@@ -105,22 +110,32 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
         flat = tf.constant(np.frombuffer(b"".join(digests), np.int64))
         gathered = horovod.allgather(flat, name="ringtrain_check_in_sync", process_set=process_set).numpy().tolist()
     if len(set(gathered)) > 1:
-        ranks = allgather_object(copies, name="ringtrain_out_of_sync", process_set=process_set)
-        raise OutOfSync(_difference(process_set, gathered, [copy for rank in ranks for copy in rank]))
+        of_ranks = allgather_object(copies, name="ringtrain_out_of_sync", process_set=process_set)
+        raise OutOfSync(_difference(process_set, gathered, list(itertools.chain(*of_ranks))))
     return digests[0].hex()
 
 
 def differing_weights(model: keras.Model) -> list[str]:
     """Paths of local weights, except those of batch normalization, that differ between ranks. A collective."""
-    expected = {id(variable) for layer in batch_norm_layers(model) for variable in layer.weights}
+    expected: set[int] = set()
+    for layer in batch_norm_layers(model):
+        expected |= {id(variable) for variable in layer.weights}
     variables = [variable for variable in weights_of_one_rank(model) if id(variable) not in expected]
     process_set = _process_set(compiled_optimizer(model))
     if not variables or not process_set.included():
         return []
-    checksums = [[_checksum(copy.numpy()) for copy in copies_of(variable)] for variable in variables]
-    ranks = allgather_object(checksums, name="ringtrain_differing_weights", process_set=process_set)
-    values = [{checksum for rank in ranks for checksum in rank[index]} for index in range(len(variables))]
-    return [variable.path for variable, different in zip(variables, values, strict=True) if len(different) > 1]
+    checksums = []
+    for variable in variables:
+        checksums.append([_checksum(copy.numpy()) for copy in copies_of(variable)])
+    of_ranks = allgather_object(checksums, name="ringtrain_differing_weights", process_set=process_set)
+    paths = []
+    for index, variable in enumerate(variables):
+        different: set[int] = set()
+        for of_rank in of_ranks:
+            different.update(of_rank[index])
+        if len(different) > 1:
+            paths.append(variable.path)
+    return paths
 
 
 def run_together(action: Callable[[], T], of_script: bool = False) -> T:
@@ -137,17 +152,22 @@ def run_together(action: Callable[[], T], of_script: bool = False) -> T:
         RingtrainError: On every rank, the error of the lowest failing rank: a RingtrainError or an `OSError`. Other
             exceptions are bugs and end this rank only, or with `of_script` are raised unchanged on a rank that fails.
     """
-    result, failure = None, None
+    result, failure, report = None, None, None
+    is_expected = False
     try:
         result = action()
     except Exception as error:
+        failure = error
         is_expected = isinstance(error, RingtrainError | OSError)
         if not is_expected and not of_script:
             raise
-        failure = error
-    kind = type(failure) if isinstance(failure, RingtrainError) else RingtrainError
-    message = str(failure) if failure is None or is_expected else f"{type(failure).__name__}: {failure}"
-    report = None if failure is None else (kind, message, socket.gethostname())
+        kind: type[RingtrainError] = RingtrainError
+        if isinstance(error, RingtrainError):
+            kind = type(error)
+        message = str(error)
+        if not is_expected:
+            message = f"{type(error).__name__}: {error}"
+        report = kind, message, socket.gethostname()
     with during("reduce"):
         reports = allgather_object(report, name="ringtrain_run_together")
     if failure is not None and not is_expected:
@@ -155,8 +175,9 @@ def run_together(action: Callable[[], T], of_script: bool = False) -> T:
     for rank, other in enumerate(reports):
         if other is not None:
             error_class, message, host = other
-            where = "" if rank == horovod.rank() or len(reports) == 1 else f"rank {rank} on {host}: "
-            raise error_class(f"{where}{message}") from failure
+            if rank != horovod.rank() and len(reports) > 1:
+                message = f"rank {rank} on {host}: {message}"
+            raise error_class(message) from failure
     return result  # type: ignore[return-value]
 
 
@@ -183,38 +204,43 @@ def prove(model: keras.Model, batch: Any, tolerance: float | None = None) -> dic
         ValueError: There are fewer rows than ranks, or the ranks' weights differ by design, as within a round of local
             steps.
     """
-    optimizers = [one for one in optimizers_of(model) if distributed(one)]
-    for optimizer in map(innermost, optimizers):
+    optimizers = [innermost(optimizer) for optimizer in optimizers_of(model) if distributed(optimizer)]
+    for optimizer in optimizers:
         why = optimizer.why_apart()
         if why:
             raise ValueError(f"prove: {why}")
     tensors = keras.tree.map_structure(keras.ops.convert_to_numpy, batch)
-    checksums = [_checksum(one) for one in keras.tree.flatten(tensors)]
+    checksums = [_checksum(leaf) for leaf in keras.tree.flatten(tensors)]
     if len(set(allgather_object(tuple(checksums), name="ringtrain_prove_batch"))) > 1:
         raise OutOfSync("prove: the ranks have other batches: pass the same rows on every rank")
-    combined, *_ = [check_averaging(one) for one in optimizers_of(model)]
-    combined = " ".join([combined, *dict.fromkeys(filter(None, (innermost(one).when_reduced for one in optimizers)))])
-    found = {"updates get gradients": combined}
-    found["weights and slots are equal"] = check_in_sync(model)
+    combined, *_ = [check_averaging(optimizer) for optimizer in optimizers_of(model)]
+    for when in dict.fromkeys(optimizer.when_reduced for optimizer in optimizers):
+        if when:
+            combined += f" {when}"
+    evidence = {"updates get gradients": combined}
+    evidence["weights and slots are equal"] = check_in_sync(model)
     rank, size = horovod.rank(), horovod.size()
     length = len(keras.tree.flatten(tensors)[0]) // size
     if not length:
         raise ValueError(f"prove: got fewer rows than the {size} ranks")
-    whole = _gradient(model, keras.tree.map_structure(lambda one: one[: length * size], tensors))
-    own = _gradient(model, keras.tree.map_structure(lambda one: one[rank * length : (rank + 1) * length], tensors))
+    whole = _gradient(model, keras.tree.map_structure(lambda leaf: leaf[: length * size], tensors))
+    own = _gradient(model, keras.tree.map_structure(lambda leaf: leaf[rank * length : (rank + 1) * length], tensors))
     with tf.device(CPU):
         mean = horovod.allreduce(tf.constant(own), name="ringtrain_prove").numpy()
         alone = horovod.allreduce(tf.constant(_apart(own, whole)), op=Max, name="ringtrain_prove_alone").numpy()
     if tolerance is None:
-        tolerance = 5e-2 if any("16" in layer.compute_dtype for layer in layers_of(model)) else 1e-4
+        tolerance = 1e-4
+        if any("16" in layer.compute_dtype for layer in layers_of(model)):
+            tolerance = 5e-2
     distance = _apart(mean, whole)
     if distance > tolerance:
         raise OutOfSync(
             f"prove: the mean of the ranks' gradients is {distance:.1e} from that of the whole batch, expected"
             f" {tolerance:.0e} or less: likely a loss that is no mean over rows"
         )
-    found["their mean is the gradient of the whole batch"] = f"{distance:.1e} apart; that of one rank alone {alone:.1e}"
-    return found
+    mean_is_whole = f"{distance:.1e} apart; that of one rank alone {alone:.1e}"
+    evidence["their mean is the gradient of the whole batch"] = mean_is_whole
+    return evidence
 
 
 def _gradient(model: keras.Model, batch: Any) -> Any:
@@ -223,8 +249,11 @@ def _gradient(model: keras.Model, batch: Any) -> Any:
     with tf.GradientTape() as tape:
         y_pred = model(x, training=False)
         loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False)
-    gradients = [one for one in tape.gradient(loss, model.trainable_weights) if one is not None]
-    return np.concatenate([np.asarray(tf.convert_to_tensor(one), np.float64).reshape(-1) for one in gradients])
+    vectors = []
+    for gradient in tape.gradient(loss, model.trainable_weights):
+        if gradient is not None:
+            vectors.append(np.asarray(tf.convert_to_tensor(gradient), np.float64).reshape(-1))
+    return np.concatenate(vectors)
 
 
 def _apart(ours: Any, other: Any) -> np.float64:
@@ -234,20 +263,28 @@ def _apart(ours: Any, other: Any) -> np.float64:
 def _process_set(optimizer: Any) -> ProcessSet:
     """Ranks that an optimizer trains with."""
     reduction = getattr(innermost(optimizer), "reduction", None)
-    return global_process_set if reduction is None else reduction.process_set
+    if reduction is None:
+        return global_process_set
+    return reduction.process_set
 
 
 def _require_same_settings(model: keras.Model, optimizer: Any, process_set: ProcessSet) -> None:
     inner = innermost(optimizer)
-    others = [one for one in optimizers_of(model, optimizer) if one is not optimizer]
+    num_others = 0
+    for other in optimizers_of(model, optimizer):
+        if other is not optimizer:
+            num_others += len(other.variables)
     reduction = getattr(inner, "reduction", None)
     settings = {
         "optimizer": type(inner).__name__,
         "gradient_accumulation_steps": inner.gradient_accumulation_steps,
         "update": getattr(inner, "update_name", ""),
-        "variables of other optimizers": sum(len(one.variables) for one in others),
-        **({"reduction": "none"} if reduction is None else reduction.settings()),
+        "variables of other optimizers": num_others,
     }
+    if reduction is None:
+        settings["reduction"] = "none"
+    else:
+        settings |= reduction.settings()
     first, *others = allgather_object(settings, name="ringtrain_optimizer_settings", process_set=process_set)
     for rank, other in zip((process_set.ranks or range(len(others) + 1))[1:], others, strict=True):
         name = next((name for name in {**first, **other} if first.get(name) != other.get(name)), None)
