@@ -148,12 +148,13 @@ def blocking_ranks(rows: Collection[Row]) -> list[Row]:
 
 def is_located(row: Row, rows: Collection[Row]) -> bool:
     """Returns whether a rank sends heartbeats, or another rank has read its state from /proc."""
-    return not row.is_silent or any(str(row.rank) in one.saw for one in rows)
+    return not row.is_silent or any(str(row.rank) in other.saw for other in rows)
 
 
 def located(row: Row, rows: Collection[Row]) -> Row:
     """Row of a silent rank, with step and phase as read by ranks of its host or inferred from the other ranks."""
-    seen: dict[str, Any] = next((dict(one.saw[str(row.rank)]) for one in rows if str(row.rank) in one.saw), {})
+    reports = [reporter.saw[str(row.rank)] for reporter in rows if str(row.rank) in reporter.saw]
+    seen: dict[str, Any] = dict(reports[0]) if reports else {}
     step = max([row.step, *(other.step for other in rows if other.phase == "reduce" and not other.is_silent)])
     return dataclasses.replace(row, step=seen.get("step", step), phase=seen.get("phase", row.phase))
 
@@ -184,7 +185,7 @@ def sentence(row: Row, rows: Collection[Row]) -> str:
     text = f"rank {row.rank} on {row.host} has made no progress for {idle_s:.0f} s: at step {at.step}"
     if not row.is_silent:
         return f"{text}, in {phase}"
-    seen = next((one.saw[str(row.rank)] for one in rows if str(row.rank) in one.saw), None)
+    seen = next((other.saw[str(row.rank)] for other in rows if str(row.rank) in other.saw), None)
     if seen is None:
         return (
             f"{text}, last heartbeat in {phase} of step {row.step}: its host or the network to it may be down, or its"

@@ -128,29 +128,29 @@ def compare(model: keras.Model, batch: Any, rows: Rows | None) -> Comparison:
         batch: One of the model's batches, or its specification.
         rows: Returns the batch of the rows from one number up to another. None: the step is only traced.
     """
-    found = Comparison()
+    comparison = Comparison()
     try:
-        _compare(model, batch, rows, found)
+        _compare(model, batch, rows, comparison)
     except Exception as error:  # of the script's own code, which may not be traced again or with so few rows
-        found.draws = found.draws or bool(hvd.seeds(model))
+        comparison.draws = comparison.draws or bool(hvd.seeds(model))
         first_line = str(error).strip().partition("\n")[0]
-        found.error = f"{type(error).__name__}: {first_line[:100]}"
+        comparison.error = f"{type(error).__name__}: {first_line[:100]}"
     finally:
         model.reset_metrics()
-    return found
+    return comparison
 
 
-def _compare(model: keras.Model, batch: Any, rows: Rows | None, found: Comparison) -> None:
+def _compare(model: keras.Model, batch: Any, rows: Rows | None, comparison: Comparison) -> None:
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
     if model.run_eagerly or not all(isinstance(leaf, tf.Tensor | tf.TensorSpec) for leaf in leaves):
-        found.draws = bool(hvd.seeds(model))
-        found.error = "it runs eagerly, or has inputs that are not dense"
+        comparison.draws = bool(hvd.seeds(model))
+        comparison.error = "it runs eagerly, or has inputs that are not dense"
         return
 
     # Trace the step; what it does with random numbers may already make the comparison impossible.
     gradients: list[Any] = []
     halves = _Halves(model)
-    noise = _Noise(found)
+    noise = _Noise(comparison)
 
     def step(batch: Any) -> tuple[list[Any], Any]:
         gradients.clear()
@@ -164,24 +164,24 @@ def _compare(model: keras.Model, batch: Any, rows: Rows | None, found: Compariso
         spec = tf.nest.map_structure(_with_any_rows, batch)
         traced = tf.function(step, autograph=False).get_concrete_function(spec)
     if STATEFUL & set(own_step.operations(traced.graph)):
-        found.draws_by_tensorflow = noise.mixes = True
+        comparison.draws_by_tensorflow = noise.mixes = True
     if noise.mixes:
-        found.error = "random numbers depend on the number of rows"
+        comparison.error = "random numbers depend on the number of rows"
     if rows is None:
-        found.error = "no batch is read before training, or there are too few rows"
+        comparison.error = "no batch is read before training, or there are too few rows"
     if rows is None or noise.mixes:
         return
 
-    whole, first, second = _gradients(model, traced, halves, rows, found)
+    whole, first, second = _gradients(model, traced, halves, rows, comparison)
     distance = _distance(whole, first, second)
     tolerance = TOLERANCE
     if any("16" in layer.compute_dtype for layer in layers_of(model)):
         tolerance = TOLERANCE_16_BITS
     if distance > tolerance:
-        found.distance = distance
+        comparison.distance = distance
 
 
-def _gradients(model: keras.Model, traced: Any, halves: _Halves, rows: Rows, found: Comparison) -> list[list[Any]]:
+def _gradients(model: keras.Model, traced: Any, halves: _Halves, rows: Rows, comparison: Comparison) -> list[list[Any]]:
     """Gradients of the whole batch, and of each half, always from the same variables; also notes sums of metrics."""
     of_check = {halves.size.ref(), halves.totals.ref()}
     changed = [variable for variable in traced.graph.variables if variable.ref() not in of_check]
@@ -205,7 +205,7 @@ def _gradients(model: keras.Model, traced: Any, halves: _Halves, rows: Rows, fou
                 variable.assign(value)
 
     try:
-        found.metrics = metric_states.sums(metric_states.metrics_of(model), model.reset_metrics, update)
+        comparison.metrics = metric_states.sums(metric_states.metrics_of(model), model.reset_metrics, update)
     finally:
         for variable, value in before:
             variable.assign(value)
@@ -314,9 +314,9 @@ class _Halves(LossWeights):
         self.restore()
 
     def _total(self, divisor: Any) -> Any:
-        place = len(self.divisors)
+        number = len(self.divisors)
         self.divisors.append(divisor)
-        return tf.where(self.size == 1, divisor, self.totals[place])
+        return tf.where(self.size == 1, divisor, self.totals[number])
 
 
 class _Noise:
@@ -326,8 +326,8 @@ class _Noise:
         mixes: Whether some depend on the number of rows nevertheless.
     """
 
-    def __init__(self, found: Comparison) -> None:
-        self.found = found
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison = comparison
         self.mixes = False
         self._count = 0
         self._patches = contextlib.ExitStack()
@@ -346,9 +346,9 @@ class _Noise:
         """Notes a call; returns a seed for it."""
         self._count += 1
         if module is keras_random:
-            self.found.draws = True
+            self.comparison.draws = True
         else:
-            self.found.draws_by_tensorflow = True
+            self.comparison.draws_by_tensorflow = True
         return self._count
 
     def _of_shape(self, module: Any, name: str) -> Callable[..., Any]:

@@ -73,8 +73,8 @@ class Effects:
             node = operation.node_def
             inputs = list(operation.inputs)
             handles = [tensor.dtype == tf.resource for tensor in inputs]
-            for place in changes.of_inputs(node, handles):
-                handle = id(_outermost(graph, inputs[place]))
+            for index in changes.of_inputs(node, handles):
+                handle = id(_outermost(graph, inputs[index]))
                 if handle not in self._allowed:
                     name = self._names.get(handle, "a variable that no layer or metric has")
                     what = f"{named(self.model)} changes {name} besides the update by its optimizer"
@@ -90,7 +90,7 @@ class _Changes:
 
     def of_inputs(self, node: Any, handles: Sequence[bool]) -> Iterator[int]:
         """Places of the inputs of an operation whose variables it changes; `handles`: which inputs are variables."""
-        places = [place for place, is_handle in enumerate(handles) if is_handle]
+        places = [index for index, is_handle in enumerate(handles) if is_handle]
         if not places:
             return
         if node.op.startswith(ASSIGNS):
@@ -121,11 +121,11 @@ class _Changes:
         for node in definition.node_def:
             inputs = [_source(text) for text in node.input if not text.startswith("^")]
             if node.op in PASSES:
-                for place, name in enumerate(inputs):
+                for index, name in enumerate(inputs):
                     if name in arguments:
-                        arguments[f"{node.name}:{place}"] = arguments[name]
-            for place in self.of_inputs(node, [name in arguments for name in inputs]):
-                changed.add(arguments[inputs[place]])
+                        arguments[f"{node.name}:{index}"] = arguments[name]
+            for index in self.of_inputs(node, [name in arguments for name in inputs]):
+                changed.add(arguments[inputs[index]])
         return changed
 
 

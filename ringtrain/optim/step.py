@@ -141,9 +141,9 @@ class Step:
                     " which elastic runs and virtual ranks cannot undo: leave it out"
                 )
         self.reduction = innermost(model.optimizer).reduction
-        own = hvd.weights_of_one_rank(model)
-        self.moving = [variable for variable in own if keras.backend.is_float_dtype(variable.dtype)]
-        self.counters = [variable for variable in own if keras.backend.is_int_dtype(variable.dtype)]
+        of_one_rank = hvd.weights_of_one_rank(model)
+        self.moving = [variable for variable in of_one_rank if keras.backend.is_float_dtype(variable.dtype)]
+        self.counters = [variable for variable in of_one_rank if keras.backend.is_int_dtype(variable.dtype)]
         self.seeds = hvd.seeds(model)
         self.metrics = list(model.metrics_variables)
         self.changed = [*hvd.layers_own_variables(model), *self.seeds, *self.metrics]
@@ -195,9 +195,9 @@ class Step:
         # Gradients and sums of each part of this rank's rows, then of all ranks'.
         numbers = sums.numbers(self)
         computations = []
-        for place, number in enumerate(numbers):
-            rows = _rows_of_part(batch, place, len(numbers), header)
-            share = header.shares[place] if header else None
+        for index, number in enumerate(numbers):
+            rows = _rows_of_part(batch, index, len(numbers), header)
+            share = header.shares[index] if header else None
             computations.append(functools.partial(self._part, rows, number, before, share))
         sums.prepare(self, computations)
         parts = []
@@ -318,7 +318,7 @@ def flat_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _rows_of_part(batch: Any, place: int, count: int, header: Header | None) -> Any:
+def _rows_of_part(batch: Any, index: int, count: int, header: Header | None) -> Any:
     """Rows of one of `count` parts of this rank's rows; without a header all parts have equally many."""
 
     def of_leaf(leaf: Any) -> Any:
@@ -328,9 +328,9 @@ def _rows_of_part(batch: Any, place: int, count: int, header: Header | None) -> 
             return leaf
         if header is None:
             length = (leaf.shape[0] or tf.shape(leaf)[0]) // count
-            return leaf[place * length : (place + 1) * length]
-        begin = tf.reduce_sum(header.rows[:place])
-        return rows_of(leaf, begin, begin + header.rows[place])
+            return leaf[index * length : (index + 1) * length]
+        begin = tf.reduce_sum(header.rows[:index])
+        return rows_of(leaf, begin, begin + header.rows[index])
 
     return keras.tree.map_structure(of_leaf, batch)
 

@@ -102,13 +102,13 @@ class SumsOverRanks:
 
         # Gradients, as far as weights have one.
         gradients = list(part.gradients)
-        places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        places = [index for index, gradient in enumerate(gradients) if gradient is not None]
         if places:
-            weights = [step.weights[place] for place in places]
+            weights = [step.weights[index] for index in places]
             with step.weighed(share):
-                weighted = optimizer.weighted([gradients[place] for place in places], weights)
-            for place, gradient in zip(places, optimizer.reduce(weighted, weights), strict=True):
-                gradients[place] = gradient
+                weighted = optimizer.weighted([gradients[index] for index in places], weights)
+            for index, gradient in zip(places, optimizer.reduce(weighted, weights), strict=True):
+                gradients[index] = gradient
 
         # A rank without rows has computed a placeholder row, which counts 0 times.
         moving, counters, metrics, logs = part._replace(share=share).summands(hvd.rank_op() == 0)
@@ -129,12 +129,12 @@ def reduced_by_dtype(parts: Sequence[Sequence[Any]], reduce: Any) -> list[Any]:
     first = parts[0]
     results: dict[int, Any] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in first):
-        places = [place for place, tensor in enumerate(first) if tensor.dtype == dtype]
+        places = [index for index, tensor in enumerate(first) if tensor.dtype == dtype]
         vectors = []
         for part in parts:
-            vectors.append(tf.concat([tf.reshape(part[place], [-1]) for place in places], 0))
-        lengths = [tf.size(first[place]) for place in places]
-        for place, total in zip(places, tf.split(reduce(tf.stack(vectors)), lengths), strict=True):
-            shaped = tf.reshape(total, tf.shape(first[place]))
-            results[place] = tf.ensure_shape(shaped, first[place].shape)
-    return [results[place] for place in range(len(first))]
+            vectors.append(tf.concat([tf.reshape(part[index], [-1]) for index in places], 0))
+        lengths = [tf.size(first[index]) for index in places]
+        for index, total in zip(places, tf.split(reduce(tf.stack(vectors)), lengths), strict=True):
+            shaped = tf.reshape(total, tf.shape(first[index]))
+            results[index] = tf.ensure_shape(shaped, first[index].shape)
+    return [results[index] for index in range(len(first))]

@@ -119,8 +119,8 @@ def check_order(model: keras.Model, num: int) -> None:
     reduction = innermost(model.optimizer).reduction
     rows = np.random.default_rng(num).normal(size=(num, 61)).astype(np.float32)
     rank, size = reduction.place()
-    own = Parts.of_rank(rank, size, num).numbers
-    total = sum_of_all(tf.constant(rows[own.start : own.stop]), num, reduction).numpy()
+    virtual_ranks = Parts.of_rank(rank, size, num).numbers
+    total = sum_of_all(tf.constant(rows[virtual_ranks.start : virtual_ranks.stop]), num, reduction).numpy()
     while len(rows) > 1:
         rows = rows[0::2] + rows[1::2]
     if total.tobytes() != rows[0].tobytes():
@@ -186,10 +186,10 @@ class SumsOverVirtualRanks:
 
     def totals(self, step: Step, parts: Sequence[StepResult]) -> StepResult:
         reduction = step.reduction
-        places = [place for place, gradient in enumerate(parts[0].gradients) if gradient is not None]
+        places = [index for index, gradient in enumerate(parts[0].gradients) if gradient is not None]
         rows = []
         for number, part in zip(self.numbers(step), parts, strict=True):
-            row = [tf.convert_to_tensor(part.gradients[place]) for place in places]  # also of an embedding's rows
+            row = [tf.convert_to_tensor(part.gradients[index]) for index in places]  # also of an embedding's rows
             if part.share is not None:
                 row = [scaled(gradient, part.share) for gradient in row]
             for values in part.summands(is_first=number == 0):
@@ -201,9 +201,9 @@ class SumsOverVirtualRanks:
 
         sums = iter(PLACE.reducing(reduction.place()[1], rows, reduce))
         gradients = list(parts[0].gradients)
-        for place in places:
-            gradients[place] = next(sums) / self.num
-        PLACE.note("reduced", [gradients[place] for place in places])
+        for index in places:
+            gradients[index] = next(sums) / self.num
+        PLACE.note("reduced", [gradients[index] for index in places])
         moving = [next(sums) / self.num for _ in step.moving]
         counters = [next(sums) for _ in step.counters]
         metrics = [next(sums) for _ in step.metrics]

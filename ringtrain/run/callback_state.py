@@ -201,7 +201,7 @@ def encoded(value: Any, known: set[int], prefix: str, arrays: Arrays, with_texts
     if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
         return {"tensor": put(value.numpy())}
     if isinstance(value, KERAS_OBJECTS):
-        return {"variables": [put(one.numpy()) for one in _variables_in(value, known)]}
+        return {"variables": [put(variable.numpy()) for variable in _variables_in(value, known)]}
     raise TypeError(type(value).__name__)
 
 

@@ -288,7 +288,7 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proo
     rows["time"] = f"{duration(summary['fit_s'])} of training, {duration(total_s)} in all"
     rows |= waiting(summary.get("ranks", ()))
     if failed:
-        rows["not saved"] = "; ".join(one["error"] for one in failed)
+        rows["not saved"] = "; ".join(save["error"] for save in failed)
     if "not_exported" in summary:
         rows["not exported"] = summary["not_exported"]
     if restarts:
@@ -319,16 +319,16 @@ def _metrics_rows(metrics: Mapping[str, Any]) -> dict[str, str]:
 
 def waiting(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Rows about the shares of the steps that ranks wait for data and for each other, where they are large."""
-    measured = [one for one in ranks if _is_measured(one)]
-    totals = [one["totals"] for one in measured]
-    input_shares = [one["input_s"] / one["step_s"] for one in totals]
-    wait_shares = [one["wait_s"] / one["step_s"] for one in totals]
+    measured = [entry for entry in ranks if _is_measured(entry)]
+    totals = [entry["totals"] for entry in measured]
+    input_shares = [entry["input_s"] / entry["step_s"] for entry in totals]
+    wait_shares = [entry["wait_s"] / entry["step_s"] for entry in totals]
     rows = {}
     if max(input_shares, default=0.0) >= MIN_INPUT_SHARE:
         rows["input"] = f"a rank waits {max(input_shares):.0%} of its steps for data: docs/performance.md"
     # One process has no allreduce, and may use the same cores.
-    on_one_host = len({one["host"] for one in measured}) == 1 < len(measured)
-    on_cpus = all(one["device"].startswith("CPU") for one in measured)
+    on_one_host = len({entry["host"] for entry in measured}) == 1 < len(measured)
+    on_cpus = all(entry["device"].startswith("CPU") for entry in measured)
     if on_one_host and on_cpus and min(wait_shares) >= MIN_WAIT_SHARE:
         rows["allreduce"] = f"ranks wait {min(wait_shares):.0%} of their steps for it: docs/performance.md"
     return rows
@@ -345,12 +345,12 @@ def show_ranks(console: Console, ranks: Sequence[Mapping[str, Any]], slow: Seque
     console.print()
     parts = ("step", "input", "compute", "callbacks", "wait")
     _line_of(console, "ms per step", ["host", *parts])
-    for one in ranks:
-        figures = [f"{1000 * one[f'{part}_s']:.1f}" for part in parts]
-        title = f"rank {one['rank']}"
-        if one["rank"] in slow:
+    for entry in ranks:
+        figures = [f"{1000 * entry[f'{part}_s']:.1f}" for part in parts]
+        title = f"rank {entry['rank']}"
+        if entry["rank"] in slow:
             title += " slow"
-        _line_of(console, title, [one["host"], *figures])
+        _line_of(console, title, [entry["host"], *figures])
 
 
 def _line_of(console: Console, first: str, cells: Sequence[str]) -> None:

@@ -35,7 +35,7 @@ class Evaluation(keras.callbacks.Callback):
         self.own = range(*data.part_of(self.num_shards, run.rank, run.size))
         """numbers of this rank's shards: one, or one per virtual rank"""
         num_test, rows = run.numbers.num_test, batch_size or run.numbers.batch_size
-        self.shards = [data.evaluation_shard(num_test, one, self.num_shards, batch_size or 1) for one in self.own]
+        self.shards = [data.evaluation_shard(num_test, number, self.num_shards, batch_size or 1) for number in self.own]
         self.batches = [data.evaluation_batches(self.test, shard, rows) for shard in self.shards if num_test]
         self.seconds = 0.0
         self.logs: dict[str, Any] = {}
@@ -75,8 +75,8 @@ class Evaluation(keras.callbacks.Callback):
         """
         has_state = shard == 0 or not hvd.is_shared(self.model)
         for variable, value in zip(self.model.metrics_variables, self.of_rank, strict=True):
-            own = value if has_state else np.zeros_like(value)
-            variable.assign(own)
+            sums = value if has_state else np.zeros_like(value)
+            variable.assign(sums)
 
     @hvd.during("evaluate")
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

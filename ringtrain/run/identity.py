@@ -31,8 +31,8 @@ def used_optimizers(model: keras.Model) -> list[Any]:
     from ringtrain import hvd
 
     # One that is not built is that of a `compile` without arguments, which the script's own train_step does not use.
-    used = [one for one in hvd.optimizers_of(model) if one.built] or [model.optimizer]
-    return [getattr(one, "inner_optimizer", one) for one in used]
+    used = [optimizer for optimizer in hvd.optimizers_of(model) if optimizer.built] or [model.optimizer]
+    return [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in used]
 
 
 def of_compiled(model: keras.Model) -> dict[str, str]:
@@ -40,12 +40,12 @@ def of_compiled(model: keras.Model) -> dict[str, str]:
     import keras
 
     compiled = getattr(model, "_compile_config", None)
-    given = compiled.config if compiled else {}
-    described = {name: words_of(given.get(name)) for name in (*OF_LOSSES, *OF_METRICS)}
-    own = {name: value for name, value in vars(model).items() if isinstance(value, keras.Loss) and name[0] != "_"}
-    own.pop("loss", None)
-    if own:  # of a train_step
-        described["losses"] = words_of(own)
+    settings = compiled.config if compiled else {}
+    described = {name: words_of(settings.get(name)) for name in (*OF_LOSSES, *OF_METRICS)}
+    losses = {name: value for name, value in vars(model).items() if isinstance(value, keras.Loss) and name[0] != "_"}
+    losses.pop("loss", None)
+    if losses:  # of a train_step
+        described["losses"] = words_of(losses)
     return described
 
 
@@ -114,8 +114,8 @@ def words_of(value: Any) -> str:
 
 
 def _named(name: str, config: Mapping[str, Any]) -> str:
-    given = {key: value for key, value in config.items() if key not in NO_SETTINGS and value != "sum_over_batch_size"}
-    settings = ", ".join(f"{key}={words_of(value)}" for key, value in sorted(given.items()))
+    shown = {key: value for key, value in config.items() if key not in NO_SETTINGS and value != "sum_over_batch_size"}
+    settings = ", ".join(f"{key}={words_of(value)}" for key, value in sorted(shown.items()))
     return f"{name}({settings})" if settings else name
 
 

@@ -30,11 +30,11 @@ def require_same_model(source: checkpoint.Checkpoint, model: keras.Model, weight
         saved = saved[: len(local)]
     else:
         local = shapes_of(shared_variables(model))
-    for (name, *own), (other_name, *other) in zip(local, saved, strict=False):
-        if own != other:
+    for (name, *kind), (other_name, *saved_kind) in zip(local, saved, strict=False):
+        if kind != saved_kind:
             raise CheckpointError(
-                f"{source.folder}: of another model: {other_name} has shape {other[0]} and type {other[1]}, {name} here"
-                f" has {own[0]} and {own[1]}"
+                f"{source.folder}: of another model: {other_name} has shape {saved_kind[0]} and type {saved_kind[1]},"
+                f" {name} here has {kind[0]} and {kind[1]}"
             )
     if len(local) != len(saved):
         raise CheckpointError(f"{source.folder}: of another model: {len(saved)} variables, expected {len(local)}")
@@ -58,10 +58,10 @@ def shared_variables(model: keras.Model) -> list[Any]:
 
 def plan_of_slots(model: keras.Model) -> dict[str, str]:
     """Row of the plan on the optimizer's slots, if each rank has a part of them."""
-    own, whole = hvd.slot_bytes(hvd.optimizers_of(model))
-    if own >= whole:
+    of_this_rank, whole = hvd.slot_bytes(hvd.optimizers_of(model))
+    if of_this_rank >= whole:
         return {}
-    return {"slots": f"sharded: {own:,} bytes per rank, {whole:,} unsharded"}
+    return {"slots": f"sharded: {of_this_rank:,} bytes per rank, {whole:,} unsharded"}
 
 
 def own_variables(model: keras.Model) -> list[Any]:
@@ -82,19 +82,19 @@ def seed_places(model: keras.Model) -> list[int]:
     return [*range(num_seeds), *range(num_own - len(_global_seed(model)), num_own)]
 
 
-def seeds_for(model: keras.Model, own: list[Arrays], num_copies: int, seed: int, global_step: int) -> list[Arrays]:
+def seeds_for(model: keras.Model, of_ranks: list[Arrays], num_copies: int, seed: int, global_step: int) -> list[Arrays]:
     """Returns the seeds of another number of ranks: those that were saved, then others that none has drawn from."""
     variables, states = own_variables(model), []
     for number in range(num_copies):
         state = {}
         for index in seed_places(model):
-            place, variable = f"{index:05d}", variables[index]
-            if number < len(own) and place in own[number]:
-                state[place] = own[number][place]
+            key, variable = f"{index:05d}", variables[index]
+            if number < len(of_ranks) and key in of_ranks[number]:
+                state[key] = of_ranks[number][key]
                 continue
             draw = np.random.default_rng([seed, number, index, global_step])
             # The next state of Keras' global generator is below this number.
-            state[place] = draw.integers(0, 933_199, variable.shape).astype(variable.dtype)
+            state[key] = draw.integers(0, 933_199, variable.shape).astype(variable.dtype)
         states.append(state)
     return states
 
@@ -122,14 +122,14 @@ def places_to_save(model: keras.Model, digests: Sequence[Sequence[bytes]]) -> li
     """Returns indices in `own_variables` of variables that differ between ranks, and of all seeds."""
     seeds = seed_places(model)
     places = []
-    for place, of_ranks in enumerate(zip(*digests, strict=True)):
-        if place in seeds or len(set(of_ranks)) > 1:
-            places.append(place)
+    for index, of_ranks in enumerate(zip(*digests, strict=True)):
+        if index in seeds or len(set(of_ranks)) > 1:
+            places.append(index)
     return places
 
 
 def shared_state(
-    model: keras.Model, own: list[Arrays], slots: Slots, not_averaged: Sequence[str] = ()
+    model: keras.Model, of_ranks: list[Arrays], slots: Slots, not_averaged: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Returns rank 0's weights and optimizer, with the mean over the ranks of what differs between them.
 
@@ -144,21 +144,21 @@ def shared_state(
     for index, variable in enumerate(shared_variables(model)):
         if id(variable) not in averaged:
             continue
-        place = places[id(variable)]
-        arrays = [_loaded(variable, of_rank[place]) for of_rank in own if place in of_rank]
+        key = places[id(variable)]
+        arrays = [_loaded(variable, of_rank[key]) for of_rank in of_ranks if key in of_rank]
         if arrays:  # else they are equal
             mean = np.mean([array.astype(np.float64) for array in arrays], axis=0)
             state[f"{index:05d}"] = storable(mean.astype(arrays[0].dtype))
     return state
 
 
-def metrics_state(own: list[Arrays], rank: int, size: int, copies: int = 1) -> list[NDArray[Any]]:
+def metrics_state(of_ranks: list[Arrays], rank: int, size: int, copies: int = 1) -> list[NDArray[Any]]:
     """Returns the metric sums that a rank resumes with; if the number of ranks changed, rank 0 gets the sum of all."""
     sums_of_ranks = []
-    for arrays in own:
+    for arrays in of_ranks:
         names = sorted(name for name in arrays if name.startswith("metrics-"))
         sums_of_ranks.append([arrays[name] for name in names])
-    same = len(own) == size * copies
+    same = len(of_ranks) == size * copies
     if same:
         sums_of_ranks = sums_of_ranks[rank * copies : (rank + 1) * copies]
     counts = same or rank == 0
@@ -206,11 +206,11 @@ def unpacked(flat: NDArray[np.uint8], spec: Spec) -> list[Arrays]:
 
 
 def by_rank(arrays: Mapping[str, NDArray[Any]], num_ranks: int) -> list[Arrays]:
-    own: list[Arrays] = [{} for _ in range(num_ranks)]
+    of_ranks: list[Arrays] = [{} for _ in range(num_ranks)]
     for name, array in arrays.items():
-        rank, _, place = name.partition("/")
-        own[int(rank)][place] = array
-    return own
+        rank, _, key = name.partition("/")
+        of_ranks[int(rank)][key] = array
+    return of_ranks
 
 
 def assign(variables: list[Any], arrays: Mapping[str, NDArray[Any]], copy: int | None = None) -> Slots:

@@ -81,9 +81,9 @@ class Start:
 def started_again(config: Config, attempt: Attempt) -> Config:
     """Returns the configuration of a restarted run, which resumes in its own folder."""
     name = config.run.name or attempt.run_name
-    own = Path(config.run.directory) / name / "checkpoints"
+    checkpoints = Path(config.run.directory) / name / "checkpoints"
     resume = config.run.resume
-    if attempt.number and name and checkpoint.saved_in(own):
+    if attempt.number and name and checkpoint.saved_in(checkpoints):
         resume = "auto"
     return dataclasses.replace(config, run=dataclasses.replace(config.run, name=name, resume=resume))
 
@@ -122,9 +122,9 @@ def has_left_its_source(config: Config) -> bool:
     """Returns whether a run that resumes from the path of another one has saved checkpoints of its own since."""
     if not config.run.name or config.run.resume in ("auto", "must", "never"):
         return False
-    own, source = (Path(config.run.directory) / config.run.name).resolve(), Path(config.run.resume).resolve()
-    is_another = source.exists() and own not in (source, *source.parents)
-    return is_another and bool(checkpoint.saved_in(own / "checkpoints"))
+    folder, source = (Path(config.run.directory) / config.run.name).resolve(), Path(config.run.resume).resolve()
+    is_another = source.exists() and folder not in (source, *source.parents)
+    return is_another and bool(checkpoint.saved_in(folder / "checkpoints"))
 
 
 class Clock(keras.callbacks.Callback):
@@ -265,25 +265,25 @@ def restore(
 def _local_states(newest: checkpoint.Checkpoint, model: keras.Model, seed: int) -> list[list[Arrays]]:
     """Local state of each rank in a checkpoint: of its copies of the model, then its metrics."""
     size, copies = hvd.size(), hvd.num_copies(model)
-    own = model_state.by_rank(newest.arrays("ranks"), newest.manifest["num_ranks"])
+    of_ranks = model_state.by_rank(newest.arrays("ranks"), newest.manifest["num_ranks"])
     is_shared, was_shared = hvd.is_shared(model), newest.manifest.get("shared_state", False)
     if is_shared:
-        metrics = [model_state.metrics_state(own, 0, 0)] * size  # the sum of all, on each rank
-        own = own[:1] * size
+        metrics = [model_state.metrics_state(of_ranks, 0, 0)] * size  # the sum of all, on each rank
+        of_ranks = of_ranks[:1] * size
         same = True
     else:
-        metrics = [model_state.metrics_state(own, rank, size, copies) for rank in range(size)]
-        same = len(own) == size * copies and not was_shared
+        metrics = [model_state.metrics_state(of_ranks, rank, size, copies) for rank in range(size)]
+        same = len(of_ranks) == size * copies and not was_shared
     if newest.manifest["format"] == 1 or is_shared:  # in which only the seeds have the same indices
         seeds = [f"{index:05d}" for index in range(len(hvd.seeds(model)))]
-        for rank, arrays in enumerate(own):
-            own[rank] = {place: arrays[place] for place in seeds if place in arrays}
+        for rank, arrays in enumerate(of_ranks):
+            of_ranks[rank] = {key: arrays[key] for key in seeds if key in arrays}
     if not same:
-        first = own[:1] if was_shared else own  # there, all ranks have the same seeds
-        own = model_state.seeds_for(model, first, size * copies, seed, newest.global_step)
+        first = of_ranks[:1] if was_shared else of_ranks  # there, all ranks have the same seeds
+        of_ranks = model_state.seeds_for(model, first, size * copies, seed, newest.global_step)
     by_rank = []
     for rank in range(size):
-        states = own[rank * copies : (rank + 1) * copies]
+        states = of_ranks[rank * copies : (rank + 1) * copies]
         sums = {str(index): array for index, array in enumerate(metrics[rank])}
         by_rank.append([*states, sums])
     return by_rank
@@ -388,8 +388,8 @@ def restore_result(
             names.append("saved_model")
         if "not_exported" in summary or not all((folder / name).exists() for name in names):
             with contextlib.suppress(CheckpointError, OSError):
-                for stem, one in models.items():
-                    checkpoint.export(one, folder, saved_model, stem)
+                for stem, trained in models.items():
+                    checkpoint.export(trained, folder, saved_model, stem)
                 told = {name: value for name, value in summary.items() if name != "not_exported"}
                 run_folder.write_summary(folder, told)
 

@@ -128,7 +128,7 @@ class StopTogether(keras.callbacks.Callback):
         run, now_s = self.run, time.monotonic()
         time_is_up = run.rank == 0 and 0 < run.config.train.max_time_s < now_s - self._begin_s
         save = run.rank == 0 and 0 < 60 * run.config.checkpoint.every_minutes < now_s - self._saved_s
-        ends_quietly = any(isinstance(one, keras.callbacks.TerminateOnNaN) for one in run.users_callbacks)
+        ends_quietly = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in run.users_callbacks)
         requests = [run.signals.received, time_is_up, bool(self._reason), save, ends_quietly]
         batches = run.fingerprint() or 0
         mirror = run.lock.mirror

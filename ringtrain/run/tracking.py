@@ -178,7 +178,7 @@ class Recorder(keras.callbacks.Callback):
         record |= more
         with self._disk_may_be_full():
             self._append(file_name, json.dumps(plain(record), default=_text))
-        shown = {prefix + name: one for name, one in record.items() if name not in POSITION and is_number(one)}
+        shown = {prefix + name: number for name, number in record.items() if name not in POSITION and is_number(number)}
         self.run.callbacks.trackers.log(self.global_step, record["time_s"], shown)
         with self._disk_may_be_full(), self.summaries.as_default():
             for name, value in shown.items():

@@ -201,12 +201,12 @@ def covering_subnet(scene: Scene) -> Network | None:
 def _interfaces(facts: Facts) -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
     """Addresses of a host that other hosts may reach."""
     interfaces = [ipaddress.ip_interface(address) for _, address, _ in facts["addresses"] or ()]
-    found = []
+    reachable = []
     for interface in interfaces:
         is_local = interface.is_loopback or interface.is_link_local
         if not is_local and interface.network.num_addresses > 1:
-            found.append(interface)
-    return found
+            reachable.append(interface)
+    return reachable
 
 
 def _known_as(probe: Probe, scene: Scene) -> list[str]:

@@ -219,15 +219,15 @@ def check_mpi(probe: Probe, facts: Facts, scene: Scene) -> Cell:
 
 
 def check_job(probe: Probe, facts: Facts, scene: Scene) -> Cell:
-    found = facts["job"]
-    if found["error"]:
-        local = scene.here["job"] or found
+    job = facts["job"]
+    if job["error"]:
+        local = scene.here["job"] or job
         fix = "" if local["error"] else _copy(os.getcwd())
-        return Cell("error", "error", found["error"], fix, "here")
-    if found["missing"]:
-        names = ", ".join(found["missing"])
+        return Cell("error", "error", job["error"], fix, "here")
+    if job["missing"]:
+        names = ", ".join(job["missing"])
         text = f"the script imports {names}, not installed for {facts['python']['executable']}"
-        return Cell("imports", "error", text, f"{_install(facts)} {' '.join(found['missing'])}")
+        return Cell("imports", "error", text, f"{_install(facts)} {' '.join(job['missing'])}")
     return Cell("ok")
 
 

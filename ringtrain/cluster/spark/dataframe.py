@@ -26,7 +26,8 @@ def shares(spark: SparkSession, name: str, num_ranks: int) -> tuple[RDD, str]:
         made = getattr(importlib.import_module(module), function)(spark)
     except (ImportError, AttributeError, ValueError) as error:
         raise LaunchError(f"got --spark-data {name}, expected module:function: {error}") from error
-    if not isinstance(made, tuple) or len(made) != 2 or not all(_is_rdd(each) or hasattr(each, "rdd") for each in made):
+    is_pair = isinstance(made, tuple) and len(made) == 2
+    if not is_pair or not all(_is_rdd(table) or hasattr(table, "rdd") for table in made):
         raise LaunchError(f"--spark-data {name} returned {type(made).__name__}, expected DataFrames: (training, test)")
     parts, lengths, num_classes = [], [], 0
     for split, data in enumerate(made):

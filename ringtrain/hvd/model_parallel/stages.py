@@ -109,13 +109,12 @@ def split(
 
 def _functional_of(model: keras.Model) -> Functional:
     """Functional model of a built functional or sequential model; raises ValueError if it cannot be split."""
+    kind = type(model).__name__
     if not isinstance(model, keras.Sequential) and not hasattr(model, "_nodes_by_depth"):
-        raise ValueError(f"split: {type(model).__name__} is a class of its own: build a functional or sequential model")
+        raise ValueError(f"split: {kind} is a class of its own: build a functional or sequential model")
     calls = keras.Sequential.call, Functional.call
     if type(model).train_step is not keras.Model.train_step or type(model).call not in calls:
-        raise ValueError(
-            f"split: {type(model).__name__} has a train_step or call of its own, which cannot be taken apart"
-        )
+        raise ValueError(f"split: {kind} has a train_step or call of its own, which cannot be taken apart")
     if hasattr(model, "ringtrain_stages"):
         raise ValueError(f"split: {model.name} is split already")
     if model.compiled and any(optimizer.built for optimizer in optimizers_of(model)):
@@ -212,8 +211,7 @@ def balanced(costs: Sequence[int], cuts: Sequence[int], number: int) -> list[int
                 longer[cut] = min(ways)
         best = longer
     whole = [(max(largest, until[-1] - until[last]), before) for last, (largest, before) in best.items()]
-    _, chosen = min(whole)
-    return chosen
+    return min(whole)[1]
 
 
 def move(variable: keras.Variable, device: str) -> None:
@@ -381,7 +379,6 @@ class Step:
         flows = list(part.gradients[-1]) if part.gradients else []
         flows += [tf.ones_like(target) for target in targets[len(flows) :]]
         gradients = part.tapes[number].gradient(targets, sources, output_gradients=flows)
-
         sums = []
         for variable, gradient in zip(variables, gradients, strict=False):
             key = id(variable)

@@ -175,22 +175,22 @@ class LocalUpdates(Distributed):
     def places_of_round(self) -> tuple[int, ...]:
         """Indices of the weights that rounds change: neither those of this rank alone, nor those of frozen layers."""
         places = []
-        for place, variable in enumerate(self._trainable_variables):
+        for index, variable in enumerate(self._trainable_variables):
             if variable.trainable and not self.is_local(variable):
-                places.append(place)
+                places.append(index)
         return tuple(places)
 
     def end_round(self, places: Sequence[int]) -> None:
         """Sets weights to the outer optimizer's. A collective."""
-        variables = [self._trainable_variables[place] for place in places]
-        starts = [self.starts[place] for place in places]
+        variables = [self._trainable_variables[index] for index in places]
+        starts = [self.starts[index] for index in places]
         changes = [start.value - variable.value for start, variable in zip(starts, variables, strict=True)]
         means = self.reduction.of_rounds(changes, variables, [False] * len(variables))
-        for place, start, variable, mean in zip(places, starts, variables, means, strict=True):
+        for index, start, variable, mean in zip(places, starts, variables, means, strict=True):
             rate = 1.0
             if self.local.outer == "nesterov":
                 rate = self.local.learning_rate
-                velocity = self.velocities_of_rounds[place]
+                velocity = self.velocities_of_rounds[index]
                 velocity.assign(self.local.momentum * velocity.value + mean)
                 mean = mean + self.local.momentum * velocity.value
             variable.assign(start.value - scaled(mean, rate))

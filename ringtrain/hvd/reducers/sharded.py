@@ -45,15 +45,15 @@ class Shards:
         self.groups: list[list[int]] = []
         latest: dict[str, list[int]] = {}  # group of each dtype
         latest_bytes: dict[str, int] = {}
-        for place, variable in enumerate(self.variables):
+        for index, variable in enumerate(self.variables):
             dtype, num_bytes = variable.dtype, _nbytes(variable)
             if dtype not in latest or latest_bytes[dtype] + num_bytes > GROUP_BYTES:
                 latest[dtype] = []
                 latest_bytes[dtype] = 0
                 self.groups.append(latest[dtype])
-            latest[dtype].append(place)
+            latest[dtype].append(index)
             latest_bytes[dtype] += num_bytes
-        self.segments = [self._segment(place) for place in range(len(self.variables))]
+        self.segments = [self._segment(index) for index in range(len(self.variables))]
 
     def _ranges(self, rank: int) -> list[tuple[int, int]]:
         ranges = [(0, 0)] * len(self.variables)
@@ -68,9 +68,9 @@ class Shards:
                 begin, end = begin - length, end - length
         return ranges
 
-    def _segment(self, place: int) -> keras.Variable:
-        variable = self.variables[place]
-        low, high = self.ranges(self.rank)[place]
+    def _segment(self, index: int) -> keras.Variable:
+        variable = self.variables[index]
+        low, high = self.ranges(self.rank)[index]
         shape = (high - low, *(1,) * (len(variable.shape) - 1))
         segment = keras.Variable(initializer="zeros", shape=shape, dtype=variable.dtype, name=variable.name)
         segment._path = variable.path  # slots are named after it
@@ -79,10 +79,10 @@ class Shards:
     def own(self, values: Mapping[int, Any]) -> dict[int, tf.Tensor]:
         """This rank's parts of whole tensors, by place."""
         parts = {}
-        for place, value in values.items():
-            low, high = self.ranges(self.rank)[place]
+        for index, value in values.items():
+            low, high = self.ranges(self.rank)[index]
             part = tf.reshape(value, [-1])[low:high]
-            parts[place] = tf.reshape(part, self.segments[place].shape)
+            parts[index] = tf.reshape(part, self.segments[index].shape)
         return parts
 
     def reduced(self, gradients: Mapping[int, Any], reduction: Any) -> dict[int, tf.Tensor]:
@@ -92,14 +92,14 @@ class Shards:
             # Variables without a gradient are sent as zeros: the cut must be that of the slots.
             dtype = self.variables[places[0]].dtype
             tensors = []
-            for place in places:
-                gradient = gradients.get(place, tf.zeros(self.variables[place].shape, dtype))
+            for index in places:
+                gradient = gradients.get(index, tf.zeros(self.variables[index].shape, dtype))
                 tensors.append(tf.cast(gradient, dtype))
             sent.append(_joined(tensors))
         parts: dict[int, tf.Tensor] = {}
         for places, flat in zip(self.groups, reduction.reduce_scatter(sent), strict=True):
             parts |= self._split(flat, places)
-        return {place: parts[place] for place in gradients}
+        return {index: parts[index] for index in gradients}
 
     def load(self, places: Sequence[int]) -> list[keras.Variable]:
         """Sets segments to the current values of their variables, which may have been loaded or broadcast."""
@@ -109,20 +109,20 @@ class Shards:
 
     def join(self, places: Sequence[int], reduction: Any) -> None:
         """Sets the variables on all ranks to the values of all ranks' segments."""
-        sent = [_joined([self.segments[place].value for place in group]) for group in self.groups]
+        sent = [_joined([self.segments[index].value for index in group]) for group in self.groups]
         for group, flat in zip(self.groups, reduction.gather_parts(sent), strict=True):
-            lengths = [_length(self.variables[place]) for place in group]
+            lengths = [_length(self.variables[index]) for index in group]
             whole = tf.ensure_shape(flat, [sum(lengths)])
-            for place, part in zip(group, tf.split(whole, lengths), strict=True):
-                if place in places:
-                    self.variables[place].assign(tf.reshape(part, self.variables[place].shape))
+            for index, part in zip(group, tf.split(whole, lengths), strict=True):
+                if index in places:
+                    self.variables[index].assign(tf.reshape(part, self.variables[index].shape))
 
     def _split(self, flat: tf.Tensor, places: Sequence[int]) -> dict[int, tf.Tensor]:
-        lengths = [_length(self.segments[place]) for place in places]
+        lengths = [_length(self.segments[index]) for index in places]
         parts = tf.split(tf.ensure_shape(flat, [sum(lengths)]), lengths)
         shaped = {}
-        for place, part in zip(places, parts, strict=True):
-            shaped[place] = tf.reshape(part, self.segments[place].shape)
+        for index, part in zip(places, parts, strict=True):
+            shaped[index] = tf.reshape(part, self.segments[index].shape)
         return shaped
 
 
@@ -131,15 +131,15 @@ class Part:
     """What a slot of a sharded optimizer is a part of."""
 
     shards: Shards
-    place: int
+    index: int
 
     @property
     def variable(self) -> Any:
         """Variable of the model, whose shape the whole slot has."""
-        return self.shards.variables[self.place]
+        return self.shards.variables[self.index]
 
     def range(self, rank: int) -> slice:
-        low, high = self.shards.ranges(rank)[self.place]
+        low, high = self.shards.ranges(rank)[self.index]
         return slice(low, high)
 
 
@@ -163,12 +163,12 @@ class Sharded(Distributed):
         refuse_overwritten(variables)
         self.__dict__["_shards"] = Shards(variables, *self.reduction.place())
         super().build(self._shards.segments)
-        known = {self._var_key(variable): place for place, variable in enumerate(variables)}
+        known = {self._var_key(variable): index for index, variable in enumerate(variables)}
         self._trainable_variables_indices.update(known)
         self.__dict__["_trainable_variables"] = list(variables)
 
     def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
-        places = [place for place, segment in enumerate(self._shards.segments) if segment is reference_variable]
+        places = [index for index, segment in enumerate(self._shards.segments) if segment is reference_variable]
         part = Part(self._shards, places[0])
         if name == "gradient_accumulator":  # reduced by the update only: whole until then
             return super().add_variable_from_reference(part.variable, name, initializer)
@@ -220,7 +220,7 @@ class Sharded(Distributed):
 
     def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
         places = self._places(trainable_variables)
-        super()._backend_update_step(grads, [self._shards.segments[place] for place in places], learning_rate)
+        super()._backend_update_step(grads, [self._shards.segments[index] for index in places], learning_rate)
         self._shards.join(places, self.reduction)
 
     def save_own_variables(self, store: Any) -> None:
