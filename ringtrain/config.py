@@ -7,30 +7,13 @@ import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from ringtrain import option_rules as rule
 from ringtrain.errors import ConfigError
+from ringtrain.optimizer_kinds import OPTIMIZERS
 from ringtrain.option_rules import Need, needs, needs_above_0, needs_above_1, needs_other
 from ringtrain.options import AT_LEAST_0, AT_LEAST_1, at_least, options_of
-
-
-class OptimizerKind(NamedTuple):
-    """Class (module:name), learning-rate scaling that auto means, and options that not all optimizers take."""
-
-    path: str
-    scaling: Literal["linear", "sqrt"]
-    options: tuple[str, ...] = ()
-
-
-# A step of the adaptive optimizers does not grow with the gradient: they scale by sqrt.
-OPTIMIZERS = {
-    "sgd": OptimizerKind("ringtrain.optim.optimizers:SGD", "linear", ("momentum", "nesterov")),
-    "adam": OptimizerKind("keras.optimizers:Adam", "sqrt"),  # arXiv 1412.6980
-    "adamw": OptimizerKind("keras.optimizers:AdamW", "sqrt"),  # arXiv 1711.05101
-    "lamb": OptimizerKind("keras.optimizers:Lamb", "sqrt"),  # arXiv 1904.00962
-    "lars": OptimizerKind("ringtrain.optim.optimizers:LARS", "linear", ("momentum", "trust_coefficient")),
-}
 
 
 def _optimizer_with(option: str) -> Need:
@@ -385,7 +368,6 @@ class Config:
 OPTIONS = options_of(Config)
 """all options by dotted name, e.g. "train.epochs"""
 RULES = {name: option.rule for name, option in OPTIONS.items() if option.rule}
-NEEDS = {name: [note for note in option.notes if isinstance(note, Need)] for name, option in OPTIONS.items()}
 
 
 def option_types() -> dict[str, Any]:
@@ -393,26 +375,16 @@ def option_types() -> dict[str, Any]:
     return {name: option.kind for name, option in OPTIONS.items()}
 
 
-def without_effect(config: Config) -> list[str]:
-    """Options that are set without effect, a sentence each, e.g. "schedule.power has no effect: it needs ..."."""
-    sentences = [
-        f"{option} has no effect: it needs {' and '.join(need.text for need in NEEDS[option])}"
-        for option in changed_options(config)
-        if not all(need.is_met(config) for need in NEEDS[option])
-    ]
-    late = [f"{epoch:g}" for epoch in config.schedule.milestones if epoch >= config.train.epochs]
-    if config.schedule.name == "steps" and late:
-        sentences.append(f"schedule.milestones {' '.join(late)}: the run ends after epoch {config.train.epochs}")
-    if config.optimizer.name == "adamw" and not config.optimizer.weight_decay:
-        sentences.append("optimizer.name adamw without optimizer.weight_decay is adam")
-    return sentences
-
-
 def nearest(name: str, known: Collection[str]) -> str:
     """End of a message about an unknown name: "did you mean mlp?", or "expected one of cnn, mlp" if none is similar."""
-    elsewhere = [one for one in known if "." in one and one.rpartition(".")[2] == name.rpartition(".")[2]]
-    similar = elsewhere if len(elsewhere) == 1 else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {similar[0]}?" if similar else f"expected one of {', '.join(sorted(known))}"
+    # An option without its section, or in another one.
+    key = name.rpartition(".")[2]
+    similar = [other for other in known if "." in other and other.rpartition(".")[2] == key]
+    if len(similar) != 1:
+        similar = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if similar:
+        return f"did you mean {similar[0]}?"
+    return f"expected one of {', '.join(sorted(known))}"
 
 
 def changed_options(config: Config) -> dict[str, Any]:

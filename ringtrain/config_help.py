@@ -117,16 +117,15 @@ def schema() -> dict[str, Any]:
             whole["properties"][name] = _table(text)
     for option, kind in option_types().items():
         section, _, key = option.rpartition(".")
+        schema = {"description": texts()[option], **_schema_of(kind)}
         rule = RULES.get(option)
-        text = texts()[option] + (f" ({rule.text})" if rule else "")
-        value = value_of(defaults, option)
-        written = {
-            "description": text,
-            **_schema_of(kind),
-            **(rule.schema if rule else {}),
-            "default": list(value) if isinstance(value, tuple) else value,
-        }
-        (whole["properties"][section] if section else whole)["properties"][key] = written
+        if rule:
+            schema["description"] += f" ({rule.text})"
+            schema |= rule.schema
+        default = value_of(defaults, option)
+        schema["default"] = list(default) if isinstance(default, tuple) else default
+        table = whole["properties"][section] if section else whole
+        table["properties"][key] = schema
     return {"$schema": "http://json-schema.org/draft-07/schema#"} | whole
 
 

@@ -1,4 +1,4 @@
-"""Numbers that follow from the configuration, the size of the data and the number of ranks."""
+"""Numbers that follow from the configuration, the data and the number of ranks; options without effect."""
 
 from __future__ import annotations
 
@@ -6,22 +6,28 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ringtrain.config import OPTIMIZERS, Config, HvdConfig
+from ringtrain.config import OPTIONS, Config, HvdConfig, changed_options
 from ringtrain.errors import ConfigError
+from ringtrain.optimizer_kinds import OPTIMIZERS
+from ringtrain.option_rules import Need
 
 SCALINGS: dict[str, Callable[[float], float]] = {"linear": lambda k: k, "sqrt": math.sqrt, "none": lambda k: 1.0}
 
 
 def scaling_rule(option: str, optimizer: str) -> str:
     """Returns the key of SCALINGS that optimizer.learning_rate_scaling means for an optimizer."""
-    return OPTIMIZERS[optimizer].scaling if option == "auto" else option
+    if option == "auto":
+        return OPTIMIZERS[optimizer].scaling
+    return option
 
 
 def scaling_of(config: Config) -> tuple[str, str]:
     """Returns a key of SCALINGS, and the reasons for it that the option itself does not give, or ""."""
-    rule, why = scaling_rule(config.optimizer.learning_rate_scaling, config.optimizer.name), []
+    rule = scaling_rule(config.optimizer.learning_rate_scaling, config.optimizer.name)
+    why = []
     if config.optimizer.learning_rate_scaling == "auto":
-        why.append(f"auto: {rule} for {'adaptive optimizers' if rule == 'sqrt' else config.optimizer.name}")
+        kind = "adaptive optimizers" if rule == "sqrt" else config.optimizer.name
+        why.append(f"auto: {rule} for {kind}")
     if config.hvd.op == "adasum" and rule != "none":
         why.append("one rank's batch: Adasum scales with the ranks")
     return rule, "; ".join(why)
@@ -29,7 +35,9 @@ def scaling_of(config: Config) -> tuple[str, str]:
 
 def scaled_batch(config: Config, global_batch_size: int, num_ranks: int) -> int:
     """Returns the samples per update that the learning rate is scaled for: Adasum itself scales with the ranks."""
-    return global_batch_size // (num_ranks if config.hvd.op == "adasum" else 1)
+    if config.hvd.op == "adasum":
+        return global_batch_size // num_ranks
+    return global_batch_size
 
 
 @dataclass(frozen=True)
@@ -118,16 +126,19 @@ def derive(config: Config, num_ranks: int, num_train: int, num_test: int, rows_p
             f" expected {max(1, num_train // (num_ranks * accumulated))} or less"
         )
     updates_per_epoch: float = num_train // global_batch_size
-    steps_per_epoch, dropped = int(updates_per_epoch) * accumulated, num_train % global_batch_size
+    steps_per_epoch = int(updates_per_epoch) * accumulated
+    dropped = num_train % global_batch_size
     if rows_per_step:
-        batch_size, dropped = math.ceil(rows_per_step / num_ranks), 0
+        batch_size = math.ceil(rows_per_step / num_ranks)
+        dropped = 0
         steps_per_epoch = math.ceil(num_train / rows_per_step)
         updates_per_epoch = steps_per_epoch / accumulated
     num_scaled = scaled_batch(config, global_batch_size, num_ranks)
     scale = SCALINGS[scaling_of(config)[0]](num_scaled / optimizer.reference_batch_size)
     learning_rate = optimizer.learning_rate * scale
-    unscaled = min(optimizer.learning_rate, learning_rate)
-    from_start = schedule.warmup_start * learning_rate if schedule.warmup_start else unscaled
+    from_start = min(optimizer.learning_rate, learning_rate)
+    if schedule.warmup_start:
+        from_start = schedule.warmup_start * learning_rate
 
     def steps_of(epochs: float) -> int:
         """Nearest step that begins an update."""
@@ -159,7 +170,9 @@ def lower_is_better(metric: str) -> bool:
 def num_reductions(hvd: HvdConfig, num_updates: int, updates_per_epoch: int) -> tuple[int, int]:
     """Numbers of reductions in a run's first updates: of whole gradients, and of compressed ones or of rounds."""
     if hvd.local_steps == 1:
-        whole = min(num_updates, hvd.compression_start_step if hvd.compression != "none" else 0)
+        whole = 0
+        if hvd.compression != "none":
+            whole = min(num_updates, hvd.compression_start_step)
         return whole, num_updates - whole
     position = whole = min(num_updates, hvd.local_warmup_steps)
     num_rounds = 0
@@ -175,8 +188,12 @@ def num_reductions(hvd: HvdConfig, num_updates: int, updates_per_epoch: int) -> 
 def in_words(config: Config, numbers: Numbers, num_workers: int = 0) -> dict[str, str]:
     """Returns the rows of the plan on the numbers. `num_workers`: of parameter servers; 0: ranks train."""
     n, optimizer = numbers, config.optimizer
-    accumulated = f" x {n.accumulation_steps} batches accumulated" if n.accumulation_steps > 1 else ""
-    rest = f", {n.dropped_per_epoch} left out, others in each epoch" if n.dropped_per_epoch else ""
+    batch = f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}"
+    if n.accumulation_steps > 1:
+        batch += f" x {n.accumulation_steps} batches accumulated"
+    steps = f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}"
+    if n.dropped_per_epoch:
+        steps += f", {n.dropped_per_epoch} left out, others in each epoch"
     noun = "virtual rank" if config.train.virtual_ranks > 0 else "rank"
     if num_workers:
         noun = "worker"
@@ -185,11 +202,30 @@ def in_words(config: Config, numbers: Numbers, num_workers: int = 0) -> dict[str
     rule, why = scaling_of(config)
     factor = f"{scaled_batch(config, n.global_batch_size, n.num_ranks)} / {optimizer.reference_batch_size}"
     scaling = {"linear": f" x {factor}", "sqrt": f" x sqrt({factor})", "none": ""}[rule]
-    scaled = f" = {optimizer.learning_rate:g}{scaling}" if n.learning_rate != optimizer.learning_rate else ""
-    reason = f"; {why}" if why and n.global_batch_size != optimizer.reference_batch_size else ""
+    rate = f"{n.learning_rate:g}"
+    if n.learning_rate != optimizer.learning_rate:
+        rate += f" = {optimizer.learning_rate:g}{scaling}"
+    reason = ""
+    if why and n.global_batch_size != optimizer.reference_batch_size:
+        reason = f"; {why}"
     return {
-        "global batch": f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}{accumulated}",
-        "steps": f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}{rest}",
+        "global batch": batch,
+        "steps": steps,
         "shard": f"{num_samples:,} samples an epoch on each {noun}",
-        "learning rate": f"{n.learning_rate:g}{scaled} ({optimizer.name}, {config.schedule.name}{reason})",
+        "learning rate": f"{rate} ({optimizer.name}, {config.schedule.name}{reason})",
     }
+
+
+def without_effect(config: Config) -> list[str]:
+    """Options that are set without effect, a sentence each, e.g. "schedule.power has no effect: it needs ..."."""
+    sentences = []
+    for option in changed_options(config):
+        needs = [note for note in OPTIONS[option].notes if isinstance(note, Need)]
+        if not all(need.is_met(config) for need in needs):
+            sentences.append(f"{option} has no effect: it needs {' and '.join(need.text for need in needs)}")
+    late = [f"{epoch:g}" for epoch in config.schedule.milestones if epoch >= config.train.epochs]
+    if config.schedule.name == "steps" and late:
+        sentences.append(f"schedule.milestones {' '.join(late)}: the run ends after epoch {config.train.epochs}")
+    if config.optimizer.name == "adamw" and not config.optimizer.weight_decay:
+        sentences.append("optimizer.name adamw without optimizer.weight_decay is adam")
+    return sentences

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ringtrain import data, keras_fit
 from ringtrain.errors import ConfigError, DataError, OutOfSync
+from ringtrain.predict_outputs import gathered
 from ringtrain.sources import ON_RANK_0, callbacks_in, classes_of
 
 if TYPE_CHECKING:
@@ -168,15 +169,14 @@ def _evaluate(model: keras.Model, given: _Given) -> dict[str, Any]:
 
     def of_rank() -> tuple[dict[str, Any], list[NDArray[Any]]]:
         model.reset_metrics()
-        before = {id(one): one.numpy() for one in model.metrics_variables}
+        before = {id(variable): variable.numpy() for variable in model.metrics_variables}
         logs = evaluation.evaluated(model, whole.dataset, callbacks)
         if not callbacks.num_calls:
             _build(model.test_step, whole)  # metrics may still lack their variables
         states = evaluation.states_of_metrics(model)
-        begins = [
-            before.get(id(one), np.zeros_like(state))
-            for one, state in zip(model.metrics_variables, states, strict=True)
-        ]
+        begins = []
+        for variable, state in zip(model.metrics_variables, states, strict=True):
+            begins.append(before.get(id(variable), np.zeros_like(state)))
         if not callbacks.num_calls:  # Keras has tried to read a batch, and may have counted it
             states = begins
         if hvd.rank():  # what a reset leaves belongs to the sum once
@@ -218,7 +218,7 @@ def _predict(model: keras.Model, given: _Given) -> Any:
     with hvd.during("evaluate"):
         hvd.run_together(of_rank, of_script=True)
         _compared(whole, callbacks)
-        return _gathered(callbacks.outputs, model.stop_predicting, whole.is_shard)
+        return gathered(callbacks.outputs, model.stop_predicting, whole.is_shard)
 
 
 def _own_batches(model: keras.Model, given: _Given, step: Callable[[Any], Any]) -> data.WholeBatches:
@@ -295,16 +295,20 @@ def _metrics_without_sum(model: keras.Model, whole: data.WholeBatches) -> list[s
     from ringtrain import hvd
     from ringtrain.optim import metric_states
 
-    own = metric_states.of_script(model)
-    if not own or whole.rows is None:
+    names = metric_states.of_script(model)
+    if not names or whole.rows is None:
         return []
-    if len(whole.rows) >= metric_states.NUM_ROWS:
-        seen = metric_states.of_test_step(model, whole.rows.rows)
-        own = hvd.broadcast_object(seen.not_over_rows if seen else [], root_rank=0, name="ringtrain_not_summed")
-        if own and hvd.rank() == 0:
-            text = f"{', '.join(own)}: the metric is no sum over rows, so that every rank evaluates all of them"
-            print(f"ringtrain: evaluate: {text}", file=sys.stderr, flush=True)
-    return own
+    if len(whole.rows) < metric_states.NUM_ROWS:
+        return names
+    not_summed: list[str] = []
+    seen = metric_states.of_test_step(model, whole.rows.rows)
+    if seen:
+        not_summed = seen.not_over_rows
+    not_summed = hvd.broadcast_object(not_summed, root_rank=0, name="ringtrain_not_summed")
+    if not_summed and hvd.rank() == 0:
+        text = f"{', '.join(not_summed)}: the metric is no sum over rows, so that every rank evaluates all of them"
+        print(f"ringtrain: evaluate: {text}", file=sys.stderr, flush=True)
+    return not_summed
 
 
 def _callbacks(model: keras.Model, given: _Given, whole: data.WholeBatches) -> CallbacksOfAll:
@@ -312,8 +316,11 @@ def _callbacks(model: keras.Model, given: _Given, whole: data.WholeBatches) -> C
     from ringtrain import hvd
     from ringtrain.run.evaluation import CallbacksOfAll
 
+    callbacks = [*callbacks_in(given.callbacks)]
+    if hvd.rank():
+        callbacks = [callback for callback in callbacks if not classes_of(callback) & {*ON_RANK_0}]
     return CallbacksOfAll(
-        [one for one in callbacks_in(given.callbacks) if hvd.rank() == 0 or not classes_of(one) & {*ON_RANK_0}],
+        callbacks,
         add_progbar=given.verbose != 0 and hvd.rank() == 0,
         verbose=given.verbose,
         epochs=1,
@@ -326,12 +333,12 @@ def _compared(whole: data.WholeBatches, callbacks: CallbacksOfAll) -> list[int]:
     """Number of calls of each rank; raises DataError if ranks have read other batches. Collective."""
     from ringtrain import hvd
 
-    own = callbacks.num_calls, [] if whole.is_shard else list(whole.read.values())
-    of_ranks = hvd.allgather_object(own, name="ringtrain_batches_read")
+    read = [] if whole.is_shard else list(whole.read.values())
+    of_ranks = hvd.allgather_object((callbacks.num_calls, read), name="ringtrain_batches_read")
     if not any(num_calls for num_calls, _ in of_ranks):
         raise DataError("ringtrain.fit: got data without batches, expected at least one")
-    num_read = min(len(read) for _, read in of_ranks)  # prefetching goes beyond a rank's last batch
-    _require_alike([tuple(read[:num_read]) for _, read in of_ranks])
+    num_read = min(len(of_rank) for _, of_rank in of_ranks)  # prefetching goes beyond a rank's last batch
+    _require_alike([tuple(of_rank[:num_read]) for _, of_rank in of_ranks])
     return [num_calls for num_calls, _ in of_ranks]
 
 
@@ -343,94 +350,3 @@ def _require_alike(of_ranks: Sequence[Any]) -> None:
                 f"ringtrain.fit: rank {rank} has other data than rank 0: pass the same on every rank, with seeds for"
                 f" random operations, or ringtrain.from_rank_0(batches)"
             )
-
-
-def _gathered(outputs: Sequence[Any], is_stopped: bool, is_shard: bool) -> Any:
-    """Outputs of all ranks' calls, joined as by Keras. Collective.
-
-    Args:
-        outputs: Of each call of this rank.
-        is_stopped: Whether a callback has ended this rank's calls.
-        is_shard: Whether the ranks' calls follow each other, instead of alternating.
-    """
-    import tensorflow as tf
-
-    from ringtrain import hvd
-
-    calls = [[np.asarray(leaf) for leaf in tf.nest.flatten(nest, expand_composites=True)] for nest in outputs]
-    sent = [[_bytes_of(leaf) for leaf in call] for call in calls]
-    kinds = [
-        [(tf.as_dtype(leaf.dtype).name, leaf.shape, part.size) for leaf, part in zip(call, parts, strict=True)]
-        for call, parts in zip(calls, sent, strict=True)
-    ]
-    spec = tf.nest.map_structure(_spec_of, outputs[0]) if outputs else None
-    of_ranks = hvd.allgather_object((spec, kinds, is_stopped), name="ringtrain_kinds_of_outputs")
-    flat = [part for parts in sent for part in parts]
-    buffers = hvd.allgather_bytes(np.concatenate([np.zeros(0, np.uint8), *flat]), "ringtrain_outputs")
-
-    ends: list[tuple[int, int]] = []
-    received: dict[tuple[int, int], list[NDArray[Any]]] = {}
-    for rank, ((_, kinds, is_stopped), buffer) in enumerate(zip(of_ranks, buffers, strict=True)):
-        begin = 0
-        for number, kinds_of_call in enumerate(kinds):
-            order = (rank, number) if is_shard else (number, rank)
-            received[order] = []
-            for dtype, shape, num_bytes in kinds_of_call:
-                received[order].append(_array_of(buffer[begin : begin + num_bytes], dtype, shape))
-                begin += num_bytes
-        if is_stopped and kinds:
-            ends.append(order)
-    in_order = [received[order] for order in sorted(received) if not ends or order <= min(ends)]
-    return _joined(next(spec for spec, *_ in of_ranks if spec is not None), in_order)
-
-
-def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
-    import tensorflow as tf
-
-    if array.dtype.kind == "O":  # texts
-        return np.frombuffer(tf.io.serialize_tensor(array).numpy(), np.uint8)
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def _array_of(part: NDArray[np.uint8], dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    import tensorflow as tf
-
-    if dtype == "string":
-        return np.asarray(tf.io.parse_tensor(part.tobytes(), tf.string))
-    return part.view(tf.as_dtype(dtype).as_numpy_dtype).reshape(shape)
-
-
-def _spec_of(value: Any) -> Any:
-    """Type of an output, of any shape."""
-    import tensorflow as tf
-
-    if isinstance(value, tf.RaggedTensor):
-        return tf.RaggedTensorSpec(None, value.dtype, value.ragged_rank, value.row_splits.dtype)
-    if isinstance(value, tf.SparseTensor):
-        return tf.SparseTensorSpec(None, value.dtype)
-    return tf.TensorSpec(None, tf.as_dtype(value.dtype))
-
-
-def _joined(spec: Any, calls: Sequence[Sequence[NDArray[Any]]]) -> Any:
-    """Outputs of calls, joined along their rows.
-
-    Args:
-        spec: Nest of the types of a call's outputs.
-        calls: Arrays of each call; a ragged or sparse tensor has several.
-    """
-    import tensorflow as tf
-    from keras.src.backend.tensorflow import trainer
-
-    joined, begin = [], 0
-    for leaf in tf.nest.flatten(spec):
-        end = begin + len(tf.nest.flatten(leaf, expand_composites=True))
-        parts = [call[begin:end] for call in calls]
-        begin = end
-        if isinstance(leaf, tf.TensorSpec):
-            arrays = [array for (array,) in parts]
-            if arrays[0].ndim and len({array.shape[1:] for array in arrays}) == 1:
-                joined.append(np.concatenate(arrays))
-                continue
-        tensors = [data.packed(leaf, [*part]) for part in parts]
-        joined.append(trainer.convert_to_np_if_not_ragged(trainer.potentially_ragged_concat(tensors)))
-    return tf.nest.pack_sequence_as(spec, joined)

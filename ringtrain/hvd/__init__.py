@@ -20,6 +20,7 @@ callbacks:      broadcast, metric average, learning rate, best model, sync check
 batch_norm:     batch normalization over all ranks; averaged moving statistics
 step_timing:    current phase and timestamps of a step, readable from other threads
 sync:           broadcast of a model's whole state; verification that ranks agree
+averaging:      verification that an update receives the ranks' gradients combined
 placement:      check that ranks run where the launcher planned them, each on its own GPU
 monitoring:     monitor of this process: that of a run, or of a script whose ranks wait for different collectives
 timeline:       timeline of each rank, step by step, with its clock offset to rank 0
@@ -50,6 +51,7 @@ if keras.backend.backend() != "tensorflow":
     )
 
 from ringtrain.hvd import callbacks, elastic, step_timing
+from ringtrain.hvd.averaging import check_averaging
 from ringtrain.hvd.backend import (
     Adasum,
     Average,
@@ -150,4 +152,4 @@ from ringtrain.hvd.placement import check_placement
 from ringtrain.hvd.reducers.local_steps import LocalSteps, end_round, local_steps_of, steps_of_round
 from ringtrain.hvd.reducers.sharded import gather_slots, scatter_slots, slot_bytes
 from ringtrain.hvd.step_timing import during
-from ringtrain.hvd.sync import broadcast_model, check_averaging, check_in_sync, prove, run_together
+from ringtrain.hvd.sync import broadcast_model, check_in_sync, prove, run_together

@@ -74,11 +74,12 @@ def variables_of_one_rank(optimizer: Any, now: bool = False) -> list[Any]:
     These are accumulated gradients that are not reduced yet, and what a reducer or an update keeps for itself.
     """
     inner = innermost(optimizer)
-    found: list[Any] = []
+    kept: list[Any] = []
     for single in getattr(inner, "optimizers", [inner]):
-        found += getattr(single, "_accumulated_gradients", None) or []
-        found += single.of_one_rank(now) if isinstance(single, _Reducing) else []
-    return found
+        kept += getattr(single, "_accumulated_gradients", None) or []
+        if isinstance(single, _Reducing):
+            kept += single.of_one_rank(now)
+    return kept
 
 
 class GradientNorm:
@@ -229,7 +230,7 @@ class _Reducing(keras.optimizers.Optimizer):
         if share is None or self._reduced_before:
             return grads
         pairs = zip(grads, self._trainable_variables if variables is None else variables, strict=True)
-        return [grad if grad is None or self.is_local(one) else scaled(grad, share) for grad, one in pairs]
+        return [grad if grad is None or self.is_local(variable) else scaled(grad, share) for grad, variable in pairs]
 
     def add_state(self) -> None:
         """Adds the variables that the reduction keeps from step to step to a built optimizer."""

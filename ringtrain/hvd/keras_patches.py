@@ -150,13 +150,28 @@ def optimizers_of(model: keras.Model, optimizer: Any = None) -> list[Any]:
     `optimizer` takes the place of the compiled one.
     """
     compiled = compiled_optimizer(model)
-    held: list[Any] = [compiled if optimizer is None else optimizer]
+    if optimizer is None:
+        optimizer = compiled
+    held: list[Any] = [optimizer]
     for value in vars(model).values():
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-        held.extend(parts)
-    if optimizer is not None and optimizer is not compiled:
-        held = [one for one in held if one is not compiled]
-    return list({id(one): one for one in held if isinstance(one, keras.optimizers.Optimizer)}.values())
+        if isinstance(value, dict):
+            held += value.values()
+        elif isinstance(value, list | tuple):
+            held += value
+        else:
+            held.append(value)
+    if optimizer is not compiled:
+        held = [value for value in held if value is not compiled]
+    optimizers = [value for value in held if isinstance(value, keras.optimizers.Optimizer)]
+    return list({id(value): value for value in optimizers}.values())
+
+
+def slots_of(model: keras.Model, optimizer: Any = None) -> list[Any]:
+    """Returns the variables of all of these optimizers; arguments as for `optimizers_of`."""
+    variables: list[Any] = []
+    for held in optimizers_of(model, optimizer):
+        variables += held.variables
+    return variables
 
 
 def has_schedule(optimizer: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ringtrain.hvd.averaging import refuse_bypassing
 from ringtrain.hvd.backend import Adasum, Average, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.collectives import elastic, layer_variables, refuse_xla, tensor_of, unique_in_graph
 from ringtrain.hvd.compression import Compression
@@ -32,7 +33,6 @@ from ringtrain.hvd.reducers.local_steps import LocalSteps, LocalUpdates, refuse_
 from ringtrain.hvd.reducers.sharded import Sharded, refuse_sharding
 from ringtrain.hvd.reduction import Reduction
 from ringtrain.hvd.step_timing import PLACE
-from ringtrain.hvd.sync import refuse_bypassing
 
 
 def DistributedOptimizer(

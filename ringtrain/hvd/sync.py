@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import itertools
 import socket
 import zlib
 from collections import Counter
@@ -15,10 +15,11 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.errors import OutOfSync, RingtrainError
+from ringtrain.hvd.averaging import check_averaging
 from ringtrain.hvd.backend import Max, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.batch_norm import batch_norm_layers, is_shared, seeds, weights_of_one_rank
 from ringtrain.hvd.collectives import allgather_object, broadcast_variables, copies_of, num_copies, part_of
-from ringtrain.hvd.distributed import Bypassed, distribute, variables_of_one_rank
+from ringtrain.hvd.distributed import variables_of_one_rank
 from ringtrain.hvd.keras_patches import (
     compiled_optimizer,
     distributed,
@@ -27,15 +28,12 @@ from ringtrain.hvd.keras_patches import (
     layers_of,
     optimizers_of,
     refuse_horovods_own,
-    set_untracked,
+    slots_of,
 )
 from ringtrain.hvd.placement import CPU
-from ringtrain.hvd.reduction import OP_WORDS, averaged_by_adasum
 from ringtrain.hvd.step_timing import during
 
 T = TypeVar("T")
-OF_REDUCTION = " (the reduction alone was tested)"
-"""added to the result of `check_averaging` if the optimizer changes gradients, or no copy of it can be made"""
 
 
 def broadcast_model(
@@ -65,15 +63,19 @@ def broadcast_model(
     """
     if not has_weights(model):
         raise ValueError(f"broadcast_model: {model.name} has no weights yet; call model.build(input_shape) first")
-    optimizer = compiled_optimizer(model) if optimizer is None else optimizer
+    if optimizer is None:
+        optimizer = compiled_optimizer(model)
     if optimizer is not None:
         refuse_horovods_own(optimizer)
         _require_same_settings(model, optimizer, process_set)
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
     local = {id(variable) for variable in local_variables}
-    slots = (variable for one in optimizers_of(model, optimizer) for variable in one.variables)
-    variables = [*model.weights, *slots, *(seeds(model) if is_shared(model) else [])]
+    seeds_to_share: list[Any] = []
+    if is_shared(model):
+        seeds_to_share = seeds(model)
+    slots = slots_of(model, optimizer)
+    variables = [*model.weights, *slots, *seeds_to_share]
     broadcast_variables([v for v in variables if id(v) not in local], root_rank, process_set, device=device)
 
 
@@ -96,7 +98,8 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
         OutOfSync: On every rank. Names the ranks that differ and the first variable that differs.
         ValueError: The optimizer was wrapped by Horovod's `DistributedOptimizer`.
     """
-    optimizer = compiled_optimizer(model) if optimizer is None else optimizer
+    if optimizer is None:
+        optimizer = compiled_optimizer(model)
     refuse_horovods_own(optimizer)
     process_set = _process_set(optimizer)
     copies = [tuple(zip(*_checksums(model, optimizer, copy), strict=True)) for copy in range(num_copies(model))]
@@ -107,144 +110,32 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
         flat = tf.constant(np.frombuffer(b"".join(digests), np.int64))
         gathered = horovod.allgather(flat, name="ringtrain_check_in_sync", process_set=process_set).numpy().tolist()
     if len(set(gathered)) > 1:
-        ranks = allgather_object(copies, name="ringtrain_out_of_sync", process_set=process_set)
-        raise OutOfSync(_difference(process_set, gathered, [copy for rank in ranks for copy in rank]))
+        of_ranks = allgather_object(copies, name="ringtrain_out_of_sync", process_set=process_set)
+        raise OutOfSync(_difference(process_set, gathered, list(itertools.chain(*of_ranks))))
     return digests[0].hex()
 
 
 def differing_weights(model: keras.Model) -> list[str]:
     """Paths of local weights, except those of batch normalization, that differ between ranks. A collective."""
-    expected = {id(variable) for layer in batch_norm_layers(model) for variable in layer.weights}
+    expected: set[int] = set()
+    for layer in batch_norm_layers(model):
+        expected |= {id(variable) for variable in layer.weights}
     variables = [variable for variable in weights_of_one_rank(model) if id(variable) not in expected]
     process_set = _process_set(compiled_optimizer(model))
     if not variables or not process_set.included():
         return []
-    checksums = [[_checksum(copy.numpy()) for copy in copies_of(variable)] for variable in variables]
-    ranks = allgather_object(checksums, name="ringtrain_differing_weights", process_set=process_set)
-    values = [{checksum for rank in ranks for checksum in rank[index]} for index in range(len(variables))]
-    return [variable.path for variable, different in zip(variables, values, strict=True) if len(different) > 1]
-
-
-def check_averaging(optimizer: Any) -> str:
-    """Verifies, by a small collective, that an update receives the ranks' gradients combined.
-
-    Known vectors pass all steps of the optimizer before its update, including overridden methods, loss scaling and
-    accumulation. This uses a new optimizer of the same class and settings, so that the given one keeps its state. If
-    none can be made, or it changes gradients, the vectors pass the reduction only.
-
-    Args:
-        optimizer: Distributed optimizer.
-
-    Returns:
-        "averaged", "summed" or "combined by Adasum", with "(the reduction alone was tested)" if the vectors passed only
-        that; "left to this rank" outside of the optimizer's process set.
-
-    Raises:
-        OutOfSync: The optimizer is not distributed, or the result differs from the expected one.
-    """
-    inner = innermost(optimizer)
-    reduction = getattr(inner, "reduction", None)
-    if reduction is None:
-        raise OutOfSync(f"{type(optimizer).__name__} reduces no gradients: wrap it in hvd.DistributedOptimizer")
-    if not reduction.process_set.included():
-        return "left to this rank"
-    if isinstance(inner, keras.optimizers.MultiOptimizer) and not inner.built:
-        raise OutOfSync(f"{type(inner).__name__} has no parts before it is built: compile and build it first")
-
-    def alone(length: int) -> Callable[[Any], Any]:
-        variable = keras.Variable(np.zeros(length), dtype="float32", name="probe")
-        return lambda vector: reduction([vector], [variable], [False])[0]
-
-    is_whole = True
-    for part in inner.optimizers if isinstance(inner, keras.optimizers.MultiOptimizer) else [optimizer]:
-        is_handed_on = hands_on(part)
-        is_whole = is_whole and is_handed_on
-        result = reduction.trial(functools.partial(probe, part) if is_handed_on else alone)
-        num_ranks, device = result.shape[-1], getattr(reduction, "device_dense", "")
-        divisor = {"averaged": num_ranks, "summed": 1}.get(OP_WORDS[reduction.op])
-        if divisor is None:
-            gpus = tf.config.list_logical_devices("GPU")
-            divisor = averaged_by_adasum(device, gpus, horovod.nccl_built(), horovod.local_size())
-        expected = reduction.accumulated_scale / divisor
-        if not np.allclose(result, expected, rtol=1e-2):  # bfloat16 has 8 bits
-            raise OutOfSync(
-                f"{type(part).__name__}: the reduction of {num_ranks} ranks gave {result.tolist()}, expected"
-                f" {expected} everywhere"
-            )
-    return OP_WORDS[reduction.op] + ("" if is_whole else OF_REDUCTION)
-
-
-def probe(optimizer: Any, length: int, reduction: Any = None) -> Callable[[Any], tf.Tensor]:
-    """Returns a function that sends a vector of `length` through an unclipped copy of an optimizer to its update."""
-    # A user's schedule need not be registered with Keras.
-    simpler = {"learning_rate": 1.0, "use_ema": False}
-    inner = innermost(optimizer)
-    settings = {name: simpler.get(name, value) for name, value in inner.get_config().items()}
-    twin = single = type(inner).from_config(settings)
-    if not distributed(single):
-        distribute(single, reduction, 1)
-    elif reduction is not None:
-        set_untracked(single, reduction=reduction)
-    if optimizer is not inner:
-        twin = type(optimizer)(single, initial_scale=optimizer.initial_scale)
-    single.clipnorm = single.global_clipnorm = single.clipvalue = single.weight_decay = None
-    set_untracked(single, update_step=lambda gradient, variable, rate: variable.assign(gradient))
-    single.prepare_probe()
-    received = keras.Variable(np.zeros(length), dtype="float32", name="probe")
-    twin.build([received])
-
-    def send(vector: Any) -> tf.Tensor:
-        for _ in range(single.gradient_accumulation_steps or 1):
-            twin.apply_gradients([(twin.scale_loss(vector), received)])
-        return tf.convert_to_tensor(received.value)
-
-    return send
-
-
-def hands_on(optimizer: Any) -> bool:
-    """Returns whether gradients reach an optimizer's update unchanged; False also without a complete `get_config`."""
-    vector = np.array([3.0, -7.0, 2.0], np.float32)
-    try:
-        received = probe(optimizer, len(vector), _Local())(tf.constant(vector))
-    except Bypassed:
-        raise
-    except Exception:  # raised by user code; the first step checks again whether it reduces
-        return False
-    return bool(np.allclose(received, vector, rtol=1e-3))
-
-
-def refuse_bypassing(optimizer: Any) -> None:
-    """Raises ValueError for an optimizer whose `apply_gradients` bypasses the method that reduces."""
-    if type(optimizer).apply_gradients is keras.optimizers.Optimizer.apply_gradients:
-        return
-    try:
-        hands_on(optimizer)
-    except Bypassed as error:
-        raise ValueError(f"DistributedOptimizer: {error}") from error
-
-
-class _Local:
-    """Replacement for a `Reduction` that returns this rank's gradients."""
-
-    def place(self) -> tuple[int, int]:
-        return 0, 1
-
-    def reduce_scatter(self, vectors: Any) -> Any:
-        return vectors
-
-    gather_parts = reduce_scatter
-
-    @property
-    def of_this_rank(self) -> _Local:
-        return self
-
-    of_rounds = of_this_rank
-
-    def __call__(self, gradients: Any, variables: Any, local: Any) -> list[Any]:
-        return list(gradients)
-
-    def true_on_all_ranks(self, flag: Any) -> Any:
-        return flag
+    checksums = []
+    for variable in variables:
+        checksums.append([_checksum(copy.numpy()) for copy in copies_of(variable)])
+    of_ranks = allgather_object(checksums, name="ringtrain_differing_weights", process_set=process_set)
+    paths = []
+    for index, variable in enumerate(variables):
+        different: set[int] = set()
+        for of_rank in of_ranks:
+            different.update(of_rank[index])
+        if len(different) > 1:
+            paths.append(variable.path)
+    return paths
 
 
 def run_together(action: Callable[[], T], of_script: bool = False) -> T:
@@ -261,17 +152,22 @@ def run_together(action: Callable[[], T], of_script: bool = False) -> T:
         RingtrainError: On every rank, the error of the lowest failing rank: a RingtrainError or an `OSError`. Other
             exceptions are bugs and end this rank only, or with `of_script` are raised unchanged on a rank that fails.
     """
-    result, failure = None, None
+    result, failure, report = None, None, None
+    is_expected = False
     try:
         result = action()
     except Exception as error:
+        failure = error
         is_expected = isinstance(error, RingtrainError | OSError)
         if not is_expected and not of_script:
             raise
-        failure = error
-    kind = type(failure) if isinstance(failure, RingtrainError) else RingtrainError
-    message = str(failure) if failure is None or is_expected else f"{type(failure).__name__}: {failure}"
-    report = None if failure is None else (kind, message, socket.gethostname())
+        kind: type[RingtrainError] = RingtrainError
+        if isinstance(error, RingtrainError):
+            kind = type(error)
+        message = str(error)
+        if not is_expected:
+            message = f"{type(error).__name__}: {error}"
+        report = kind, message, socket.gethostname()
     with during("reduce"):
         reports = allgather_object(report, name="ringtrain_run_together")
     if failure is not None and not is_expected:
@@ -279,8 +175,9 @@ def run_together(action: Callable[[], T], of_script: bool = False) -> T:
     for rank, other in enumerate(reports):
         if other is not None:
             error_class, message, host = other
-            where = "" if rank == horovod.rank() or len(reports) == 1 else f"rank {rank} on {host}: "
-            raise error_class(f"{where}{message}") from failure
+            if rank != horovod.rank() and len(reports) > 1:
+                message = f"rank {rank} on {host}: {message}"
+            raise error_class(message) from failure
     return result  # type: ignore[return-value]
 
 
@@ -307,38 +204,43 @@ def prove(model: keras.Model, batch: Any, tolerance: float | None = None) -> dic
         ValueError: There are fewer rows than ranks, or the ranks' weights differ by design, as within a round of local
             steps.
     """
-    optimizers = [one for one in optimizers_of(model) if distributed(one)]
-    for optimizer in map(innermost, optimizers):
+    optimizers = [innermost(optimizer) for optimizer in optimizers_of(model) if distributed(optimizer)]
+    for optimizer in optimizers:
         why = optimizer.why_apart()
         if why:
             raise ValueError(f"prove: {why}")
     tensors = keras.tree.map_structure(keras.ops.convert_to_numpy, batch)
-    checksums = [_checksum(one) for one in keras.tree.flatten(tensors)]
+    checksums = [_checksum(leaf) for leaf in keras.tree.flatten(tensors)]
     if len(set(allgather_object(tuple(checksums), name="ringtrain_prove_batch"))) > 1:
         raise OutOfSync("prove: the ranks have other batches: pass the same rows on every rank")
-    combined, *_ = [check_averaging(one) for one in optimizers_of(model)]
-    combined = " ".join([combined, *dict.fromkeys(filter(None, (innermost(one).when_reduced for one in optimizers)))])
-    found = {"updates get gradients": combined}
-    found["weights and slots are equal"] = check_in_sync(model)
+    combined, *_ = [check_averaging(optimizer) for optimizer in optimizers_of(model)]
+    for when in dict.fromkeys(optimizer.when_reduced for optimizer in optimizers):
+        if when:
+            combined += f" {when}"
+    evidence = {"updates get gradients": combined}
+    evidence["weights and slots are equal"] = check_in_sync(model)
     rank, size = horovod.rank(), horovod.size()
     length = len(keras.tree.flatten(tensors)[0]) // size
     if not length:
         raise ValueError(f"prove: got fewer rows than the {size} ranks")
-    whole = _gradient(model, keras.tree.map_structure(lambda one: one[: length * size], tensors))
-    own = _gradient(model, keras.tree.map_structure(lambda one: one[rank * length : (rank + 1) * length], tensors))
+    whole = _gradient(model, keras.tree.map_structure(lambda leaf: leaf[: length * size], tensors))
+    own = _gradient(model, keras.tree.map_structure(lambda leaf: leaf[rank * length : (rank + 1) * length], tensors))
     with tf.device(CPU):
         mean = horovod.allreduce(tf.constant(own), name="ringtrain_prove").numpy()
         alone = horovod.allreduce(tf.constant(_apart(own, whole)), op=Max, name="ringtrain_prove_alone").numpy()
     if tolerance is None:
-        tolerance = 5e-2 if any("16" in layer.compute_dtype for layer in layers_of(model)) else 1e-4
+        tolerance = 1e-4
+        if any("16" in layer.compute_dtype for layer in layers_of(model)):
+            tolerance = 5e-2
     distance = _apart(mean, whole)
     if distance > tolerance:
         raise OutOfSync(
             f"prove: the mean of the ranks' gradients is {distance:.1e} from that of the whole batch, expected"
             f" {tolerance:.0e} or less: likely a loss that is no mean over rows"
         )
-    found["their mean is the gradient of the whole batch"] = f"{distance:.1e} apart; that of one rank alone {alone:.1e}"
-    return found
+    mean_is_whole = f"{distance:.1e} apart; that of one rank alone {alone:.1e}"
+    evidence["their mean is the gradient of the whole batch"] = mean_is_whole
+    return evidence
 
 
 def _gradient(model: keras.Model, batch: Any) -> Any:
@@ -347,8 +249,11 @@ def _gradient(model: keras.Model, batch: Any) -> Any:
     with tf.GradientTape() as tape:
         y_pred = model(x, training=False)
         loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False)
-    gradients = [one for one in tape.gradient(loss, model.trainable_weights) if one is not None]
-    return np.concatenate([np.asarray(tf.convert_to_tensor(one), np.float64).reshape(-1) for one in gradients])
+    vectors = []
+    for gradient in tape.gradient(loss, model.trainable_weights):
+        if gradient is not None:
+            vectors.append(np.asarray(tf.convert_to_tensor(gradient), np.float64).reshape(-1))
+    return np.concatenate(vectors)
 
 
 def _apart(ours: Any, other: Any) -> np.float64:
@@ -358,20 +263,28 @@ def _apart(ours: Any, other: Any) -> np.float64:
 def _process_set(optimizer: Any) -> ProcessSet:
     """Ranks that an optimizer trains with."""
     reduction = getattr(innermost(optimizer), "reduction", None)
-    return global_process_set if reduction is None else reduction.process_set
+    if reduction is None:
+        return global_process_set
+    return reduction.process_set
 
 
 def _require_same_settings(model: keras.Model, optimizer: Any, process_set: ProcessSet) -> None:
     inner = innermost(optimizer)
-    others = [one for one in optimizers_of(model, optimizer) if one is not optimizer]
+    num_others = 0
+    for other in optimizers_of(model, optimizer):
+        if other is not optimizer:
+            num_others += len(other.variables)
     reduction = getattr(inner, "reduction", None)
     settings = {
         "optimizer": type(inner).__name__,
         "gradient_accumulation_steps": inner.gradient_accumulation_steps,
         "update": getattr(inner, "update_name", ""),
-        "variables of other optimizers": sum(len(one.variables) for one in others),
-        **({"reduction": "none"} if reduction is None else reduction.settings()),
+        "variables of other optimizers": num_others,
     }
+    if reduction is None:
+        settings["reduction"] = "none"
+    else:
+        settings |= reduction.settings()
     first, *others = allgather_object(settings, name="ringtrain_optimizer_settings", process_set=process_set)
     for rank, other in zip((process_set.ranks or range(len(others) + 1))[1:], others, strict=True):
         name = next((name for name in {**first, **other} if first.get(name) != other.get(name)), None)
@@ -384,10 +297,11 @@ def _require_same_settings(model: keras.Model, optimizer: Any, process_set: Proc
 
 
 def _checksums(model: keras.Model, optimizer: Any, copy: int) -> Iterator[tuple[str, int]]:
-    optimizers = optimizers_of(model, optimizer)
-    local = [variable for one in optimizers for variable in _local_variables(model, one)]
-    excluded = {id(variable) for variable in (*weights_of_one_rank(model), *local)}
-    for variable in (*model.weights, *(variable for one in optimizers for variable in one.variables)):
+    local = list(weights_of_one_rank(model))
+    for held in optimizers_of(model, optimizer):
+        local += _local_variables(model, held)
+    excluded = {id(variable) for variable in local}
+    for variable in (*model.weights, *slots_of(model, optimizer)):
         if id(variable) not in excluded:
             yield variable.path, _checksum(copies_of(variable)[copy].numpy())
 

@@ -148,12 +148,13 @@ def blocking_ranks(rows: Collection[Row]) -> list[Row]:
 
 def is_located(row: Row, rows: Collection[Row]) -> bool:
     """Returns whether a rank sends heartbeats, or another rank has read its state from /proc."""
-    return not row.is_silent or any(str(row.rank) in one.saw for one in rows)
+    return not row.is_silent or any(str(row.rank) in other.saw for other in rows)
 
 
 def located(row: Row, rows: Collection[Row]) -> Row:
     """Row of a silent rank, with step and phase as read by ranks of its host or inferred from the other ranks."""
-    seen: dict[str, Any] = next((dict(one.saw[str(row.rank)]) for one in rows if str(row.rank) in one.saw), {})
+    reports = [reporter.saw[str(row.rank)] for reporter in rows if str(row.rank) in reporter.saw]
+    seen: dict[str, Any] = dict(reports[0]) if reports else {}
     step = max([row.step, *(other.step for other in rows if other.phase == "reduce" and not other.is_silent)])
     return dataclasses.replace(row, step=seen.get("step", step), phase=seen.get("phase", row.phase))
 
@@ -184,7 +185,7 @@ def sentence(row: Row, rows: Collection[Row]) -> str:
     text = f"rank {row.rank} on {row.host} has made no progress for {idle_s:.0f} s: at step {at.step}"
     if not row.is_silent:
         return f"{text}, in {phase}"
-    seen = next((one.saw[str(row.rank)] for one in rows if str(row.rank) in one.saw), None)
+    seen = next((other.saw[str(row.rank)] for other in rows if str(row.rank) in other.saw), None)
     if seen is None:
         return (
             f"{text}, last heartbeat in {phase} of step {row.step}: its host or the network to it may be down, or its"
@@ -199,11 +200,17 @@ def sentence(row: Row, rows: Collection[Row]) -> str:
 
 def waiting(rows: Collection[Row], blocking: Collection[Row]) -> str:
     """Waiting ranks as in "; ranks 0, 2 wait for it"; "" if there are none."""
-    names = {row.rank for row in blocking}
-    others = [row.rank for row in rows if row.rank not in names and not row.is_done and not row.is_silent]
+    waited_for = {row.rank for row in blocking}
+    others = []
+    for row in rows:
+        is_waiting = not row.is_done and not row.is_silent
+        if is_waiting and row.rank not in waited_for:
+            others.append(row.rank)
     if not others:
         return ""
-    return f"; {ranks(others)} wait{'s' if len(others) == 1 else ''} for {'it' if len(names) == 1 else 'them'}"
+    verb = "waits" if len(others) == 1 else "wait"
+    pronoun = "it" if len(waited_for) == 1 else "them"
+    return f"; {ranks(others)} {verb} for {pronoun}"
 
 
 def ranks(numbers: Collection[int]) -> str:
@@ -263,13 +270,15 @@ class RunStalls:
             return Finding(warning)
         blocking = blocking_ranks(rows)
         asked = blocking or [row for row in rows if row.rank == 0]
-        answered = all(is_located(row, rows) if row.is_silent else row.stacks for row in asked)
-        if answered or now_s - self._asked_s > STACKS_TIMEOUT_S:
+        answered = [is_located(row, rows) if row.is_silent else bool(row.stacks) for row in asked]
+        if all(answered) or now_s - self._asked_s > STACKS_TIMEOUT_S:
             return Finding(warning, report(rows, blocking), blocking)
         return Finding(warning)
 
     def asked(self, rows: Collection[Row]) -> list[int] | None:
-        return None if self._asked_s is None else [row.rank for row in blocking_ranks(rows)]
+        if self._asked_s is None:
+            return None
+        return [row.rank for row in blocking_ranks(rows)]
 
     def has_lost_rank_0(self, rows: Sequence[Row], rank: int) -> bool:
         # Rank 1 reports for all. Without it, each rank reports.
@@ -354,7 +363,8 @@ def report_different_collectives(rows: Collection[Row]) -> str:
 
 
 def _progress(row: Row) -> tuple[int, int]:
-    return row.step, ORDER.index(row.phase) if row.phase in ORDER else ORDER.index("input")
+    phase = row.phase if row.phase in ORDER else "input"
+    return row.step, ORDER.index(phase)
 
 
 def _rank(row: Row) -> int:

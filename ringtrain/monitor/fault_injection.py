@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 AT_A_SAVE = ("disk-full", "corrupt-checkpoint")
 MODES = ("exception", "exit", "sigterm", "sigkill", "sigstop", "slow", "nan", *AT_A_SAVE)
+SHORT = {"kill": "sigkill", "term": "sigterm", "stop": "sigstop"}
 KEYS = ("rank", "step", "epoch", "mode", "during", "seed", "seconds")
 FORM = 'expected "rank=1 step=20 mode=sigkill"'
 
@@ -62,22 +63,27 @@ def _fault(text: str) -> Fault:
         if not equals or key not in KEYS:
             raise ConfigError(f"chaos: got {word!r}, {nearest(key, KEYS)} {FORM}")
         values[key] = value
-    mode = {"kill": "sigkill", "term": "sigterm", "stop": "sigstop"}.get(values.get("mode", ""), values.get("mode", ""))
+    mode = values.get("mode", "")
+    mode = SHORT.get(mode, mode)
     if mode.lower() not in MODES:
         raise ConfigError(f"chaos: got mode={mode}, {nearest(mode.lower(), MODES)} {FORM}")
     numbers: dict[str, Any] = {}
     for key, kind in (("rank", int), ("step", int), ("epoch", int), ("seed", int), ("seconds", float)):
+        if key not in values:
+            continue
         try:
-            numbers |= {key: kind(values[key])} if key in values else {}
+            numbers[key] = kind(values[key])
         except ValueError:
             raise ConfigError(f"chaos: got {key}={values[key]}, expected a number") from None
-        if numbers.get(key, 0) < 0:
+        if numbers[key] < 0:
             raise ConfigError(f"chaos: got {key}={values[key]}, expected 0 or more")
     if values.get("during", "save") != "save":
         raise ConfigError(f"chaos: got during={values['during']}, expected during=save")
     if "step" in values and "epoch" in values:
         raise ConfigError("chaos: step and epoch are both given: keep one")
-    during = "save" if mode.lower() == "disk-full" else values.get("during", "")
+    during = values.get("during", "")
+    if mode.lower() == "disk-full":
+        during = "save"
     fault = Fault(mode=mode.lower(), during=during, **numbers)
     if fault.during and fault.mode in ("slow", "nan", "corrupt-checkpoint"):
         raise ConfigError("chaos: during=save needs a mode that ends or stops the rank, or disk-full")
@@ -103,12 +109,16 @@ class FaultInjector:
         self.kill = kill
         self.checkpoints = folder / "checkpoints"
         self.notes = folder / "logs" / f"chaos-{rank}.log"
-        happened = self.notes.read_text().splitlines() if self.notes.exists() else []
-        self.waiting = {
-            name: (_step_of(fault, num_steps, steps_per_epoch), fault)
-            for name, fault in ((f"{number} {fault}", fault) for number, fault in enumerate(faults))
-            if fault.rank == rank and (name not in happened or fault.mode == "slow")
-        }
+        happened: list[str] = []
+        if self.notes.exists():
+            happened = self.notes.read_text().splitlines()
+        self.waiting: dict[str, tuple[int, Fault]] = {}
+        for number, fault in enumerate(faults):
+            name = f"{number} {fault}"
+            if name in happened and fault.mode != "slow":
+                continue
+            if fault.rank == rank:
+                self.waiting[name] = _step_of(fault, num_steps, steps_per_epoch), fault
         self.pause_s = 0.0
 
     def after_step(self, global_step: int, model: keras.Model) -> None:
@@ -166,9 +176,9 @@ def check_roles(faults: tuple[Fault, ...], servers: Sequence[int], workers: Sequ
         if fault.rank in workers:
             can += ("exception", "exit", "slow")
         if fault.mode not in can and fault.rank:
+            role = "worker" if fault.rank in workers else "server"
             raise ConfigError(
-                f"chaos: got mode={fault.mode} for rank {fault.rank}, a"
-                f" {'worker' if fault.rank in workers else 'server'}: expected {', '.join(can)}"
+                f"chaos: got mode={fault.mode} for rank {fault.rank}, a {role}: expected {', '.join(can)}"
             )
 
 

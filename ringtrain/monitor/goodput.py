@@ -173,16 +173,21 @@ class Reader:
             self.result.seconds[part] += max(0.0, begun_s - self.attempt.last_s)
             begun_s = max(begun_s, self.attempt.last_s)
             self._go_back_to(event)
+        num_hosts = 1
         hosts = event.get("hosts")
-        num_hosts = len(set(map(str, hosts))) if isinstance(hosts, list) and hosts else 1
+        if isinstance(hosts, list) and hosts:
+            num_hosts = len(set(map(str, hosts)))
         step = event.get("global_step") or 0
         self.result.attempts.append(Attempt(begun_s, begun_s, num_hosts, last_step=step))
         seconds = max(0.0, event["time_s"] - begun_s)
-        restore_s = min(seconds, _number(event.get("restore_s"))) if event.get("resumed_from") else 0.0
+        restore_s = 0.0
+        if event.get("resumed_from"):
+            restore_s = min(seconds, _number(event.get("restore_s")))
         self.result.seconds["restore"] += restore_s
         self.result.seconds["start"] += seconds - restore_s
         self.attempt.last_s = max(begun_s, event["time_s"])
-        self.process, self.spent = (event.get("host"), event.get("process")), _numbers(event["spent_s"])
+        self.process = event.get("host"), event.get("process")
+        self.spent = _numbers(event["spent_s"])
         self.has_begun = False
 
     def _go_back_to(self, event: Event) -> None:

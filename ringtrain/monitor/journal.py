@@ -100,10 +100,12 @@ class Journal:
 
 def printable(text: str) -> str:
     """Returns a text with control characters escaped (\\x1b), since a terminal would execute them."""
-    return "".join(
-        letter if letter in "\n\t" or unicodedata.category(letter) not in ("Cc", "Cf", "Cs") else ascii(letter)[1:-1]
-        for letter in text
-    )
+    letters = []
+    for letter in text:
+        if letter not in "\n\t" and unicodedata.category(letter) in ("Cc", "Cf", "Cs"):
+            letter = ascii(letter)[1:-1]
+        letters.append(letter)
+    return "".join(letters)
 
 
 def duration(seconds: float) -> str:
@@ -122,7 +124,9 @@ def path_of(folder: Path, rank: int) -> Path:
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """Reads all ranks' events, ordered by time of each host's clock; incomplete lines are skipped."""
-    events = [event for path in sorted((folder / "logs").glob("journal-*.jsonl")) for event in _events_of(path)]
+    events: list[dict[str, Any]] = []
+    for path in sorted((folder / "logs").glob("journal-*.jsonl")):
+        events += _events_of(path)
     return sorted(events, key=lambda event: event["time_s"])
 
 
@@ -156,18 +160,26 @@ def ledger(events: Sequence[Mapping[str, Any]], num_epochs: int) -> Ledger:
     A generation is a group of ranks that train together. Each starts at the step from which it continues, made by any
     ranks. Later steps of the previous generation do not count.
     """
-    begun = {e["generation"]: e for e in events if e["event"] in ("start", "resize") and "generation" in e}
-    ends = [event for event in events if event["event"] == "end" and "generation" in event]
+    elastic = [event for event in events if "generation" in event]
+    ends = [event for event in elastic if event["event"] == "end"]
     if not ends:
         return Ledger({}, ("no journal has an end",))
-    breaches: list[str] = []
-    chain, upto, name = [], ends[-1]["global_step"], ends[-1]["generation"]
+
+    # From the last generation back to the first one, each with the last of its steps that counts.
+    begun = {event["generation"]: event for event in elastic if event["event"] in ("start", "resize")}
+    chain: list[tuple[Mapping[str, Any], int]] = []
+    last_step, name = ends[-1]["global_step"], ends[-1]["generation"]
     while name:
         if name not in begun:
             return Ledger({}, (f"no journal has the start of generation {name}",))
-        chain.append((begun[name], upto))
-        upto, name = begun[name]["global_step"], begun[name]["after"]
-    epoch, position, undone, trained = 0, 0, 0, dict.fromkeys(range(num_epochs), 0)
+        chain.append((begun[name], last_step))
+        last_step, name = begun[name]["global_step"], begun[name]["after"]
+
+    # Where the order of the samples is now, and what is wrong up to there.
+    epoch, position = 0, 0
+    breaches: list[str] = []
+    undone = 0
+    trained = dict.fromkeys(range(num_epochs), 0)
     for first, last_step in reversed(chain):
         where = f"generation {first['generation']} begins with step {first['global_step']}"
         if (epoch, position) != (first["epoch"], first["position"]):
@@ -178,7 +190,9 @@ def ledger(events: Sequence[Mapping[str, Any]], num_epochs: int) -> Ledger:
         for step in range(first["global_step"] + 1, last_step + 1):
             parts = steps.get(step, {})
             if len(parts) < first["to"] and not is_last:
-                alive = {rank for number in range(step + 1, last_step + 1) for rank in steps.get(number, ())}
+                alive: set[int] = set()
+                for later_step in range(step + 1, last_step + 1):
+                    alive |= steps.get(later_step, {}).keys()
                 parts = _with_lost(parts, alive, _whole_step(step, first, events), first["to"])
             if len(parts) != first["to"]:
                 breaches.append(
@@ -198,9 +212,15 @@ def ledger(events: Sequence[Mapping[str, Any]], num_epochs: int) -> Ledger:
 
 def _whole_step(step: int, first: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> set[tuple[int, int]]:
     """Samples of all ranks together in a step of a generation, as each of its ranks has recorded them."""
-    own = [event for event in events if event["event"] == "commit" and event.get("generation") == first["generation"]]
-    places = [(event.get("of_all", ()), step - 1 - event["after_step"]) for event in own]
-    return {tuple(of_all[place]) for of_all, place in places if 0 <= place < len(of_all)}
+    samples = set()
+    for event in events:
+        if event["event"] != "commit" or event.get("generation") != first["generation"]:
+            continue
+        of_all = event.get("of_all", ())
+        index = step - 1 - event["after_step"]
+        if 0 <= index < len(of_all):
+            samples.add(tuple(of_all[index]))
+    return samples
 
 
 def _with_lost(
@@ -238,6 +258,9 @@ def _steps_of(
                 undone += end - begin
             else:
                 # Two entries of one rank for a step are a breach.
-                key = event["rank"] if event["rank"] not in steps.setdefault(step, {}) else -1 - len(steps[step])
-                steps[step][key] = (event["epoch"], event["length"], begin, end)
+                parts = steps.setdefault(step, {})
+                key = event["rank"]
+                if key in parts:
+                    key = -1 - len(parts)
+                parts[key] = (event["epoch"], event["length"], begin, end)
     return steps, undone

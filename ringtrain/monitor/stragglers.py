@@ -25,13 +25,19 @@ def stragglers(rows: Collection[Row], factor: float) -> list[tuple[Row, str, flo
     if not factor or len(rows) < 2 or any(row.times.num_steps < WINDOW_STEPS for row in rows):
         return []
     # Sorted once, since there may be thousands of ranks.
-    ordered = {part: sorted(_part_s(row, part) for row in rows) for part in ("own", *PARTS)}
+    ordered = {}
+    for part in ("own", *PARTS):
+        ordered[part] = sorted(_part_s(row, part) for row in rows)
     slow = []
     for row in rows:
         usual_s = _median_of_others(ordered["own"], row.times.own_s)
         if row.times.own_s > max(factor * usual_s, usual_s + MIN_LAG_S):
-            lag = {part: _part_s(row, part) - _median_of_others(ordered[part], _part_s(row, part)) for part in PARTS}
-            slow.append((row, max(PARTS, key=lambda part: lag[part]), row.times.own_s / max(usual_s, 1e-9)))
+            lags = {}
+            for part in PARTS:
+                part_s = _part_s(row, part)
+                lags[part] = part_s - _median_of_others(ordered[part], part_s)
+            slowest = max(PARTS, key=lags.__getitem__)
+            slow.append((row, slowest, row.times.own_s / max(usual_s, 1e-9)))
     return slow
 
 
@@ -64,11 +70,11 @@ class SlowRanks:
         """Returns the stragglers to report now, in the format of `stragglers`."""
         slow = stragglers(rows, self.factor)
         self._since = {row.rank: self._since.get(row.rank, row.own_steps - WINDOW_STEPS) for row, _, _ in slow}
-        due = [
-            (row, part, times)
-            for row, part, times in slow
-            if row.rank not in self.named and lost_s(row, times, row.own_steps - self._since[row.rank]) >= MIN_LOST_S
-        ]
+        due = []
+        for row, part, times in slow:
+            num_steps = row.own_steps - self._since[row.rank]
+            if row.rank not in self.named and lost_s(row, times, num_steps) >= MIN_LOST_S:
+                due.append((row, part, times))
         self.named |= {row.rank for row, _, _ in due}
         return due
 
@@ -80,7 +86,7 @@ def lost_s(row: Row, times: float, num_steps: int) -> float:
 
 def straggler_text(row: Row, part: str, times: float) -> str:
     """Sentence about a straggler."""
-    part_s = getattr(row.times, f"{part}_s")
+    part_s = _part_s(row, part)
     return (
         f"straggler: rank {row.rank} on {row.host} takes {times:.1f} times the other ranks' median per step"
         f" ({1000 * row.times.own_s:.1f} ms, of which {1000 * part_s:.1f} ms in {part}); all ranks wait for it"
@@ -90,10 +96,11 @@ def straggler_text(row: Row, part: str, times: float) -> str:
 def slow_ranks(ranks: Sequence[Mapping[str, Any]], config: HealthConfig) -> list[int]:
     """Ranks that were stragglers at the end, given each rank's `StepTimer.own_times`."""
     names = [field.name for field in dataclasses.fields(Times)]
-    rows = [Row(one["rank"], one["host"], times=Times(**{name: one[name] for name in names})) for one in ranks]
-    num_steps = {one["rank"]: one["totals"]["num_steps"] for one in ranks}
-    return [
-        row.rank
-        for row, _, times in stragglers(rows, config.straggler_factor)
-        if lost_s(row, times, num_steps[row.rank]) >= MIN_LOST_S
-    ]
+    rows = []
+    num_steps = {}
+    for entry in ranks:
+        times = Times(**{name: entry[name] for name in names})
+        rows.append(Row(entry["rank"], entry["host"], times=times))
+        num_steps[entry["rank"]] = entry["totals"]["num_steps"]
+    slow = stragglers(rows, config.straggler_factor)
+    return [row.rank for row, _, ratio in slow if lost_s(row, ratio, num_steps[row.rank]) >= MIN_LOST_S]

@@ -45,11 +45,14 @@ def merge(folder: Path, out: Path) -> int:
     try:
         events += _of_horovod(folder / HOROVOD)
         first_s = min((event["ts"] for event in events if "ts" in event), default=0.0)
+        # Begin and end in whole microseconds: viewers drop an event that begins before the previous one ends.
         for event in events:
-            if "ts" in event:
-                # Begin and end in whole microseconds: viewers drop an event that begins before the previous one ends.
-                begin_us, end_us = (round((event["ts"] + after - first_s) * 1e6) for after in (0, event.get("dur", 0)))
-                event |= {"ts": begin_us} | ({"dur": end_us - begin_us} if "dur" in event else {})
+            if "ts" not in event:
+                continue
+            begin_s = event["ts"]
+            event["ts"] = round((begin_s - first_s) * 1e6)
+            if "dur" in event:
+                event["dur"] = round((begin_s + event["dur"] - first_s) * 1e6) - event["ts"]
     except INVALID as error:
         raise _damaged(folder, error) from error
     events.sort(key=lambda event: event.get("ts", -1.0))
@@ -79,13 +82,15 @@ def _lines(path: Path) -> Iterator[Any]:
 def _of_rank(about: Mapping[str, Any], steps: list[Any]) -> Iterator[Event]:
     """Yields a rank's events: phases of its steps, and for each gradient the time from local to reduced."""
     rank, late_s = about["rank"], about["offset_s"]
-    error = f", clock within {about['error_s'] * 1e3:.2f} ms" if about["error_s"] else ""
+    error = ""
+    if about["error_s"]:
+        error = f", clock within {about['error_s'] * 1e3:.2f} ms"
     yield _meta("process_name", rank, 0, name=f"rank {rank} on {about['host']}{error}")
     yield _meta("process_sort_index", rank, 0, sort_index=rank)
     yield from _track(rank, STEPS, "steps")
     yield from _track(rank, STEPS + 1, "phases")
-    for place, name in enumerate(about["gradients"]):
-        yield from _track(rank, GRADIENTS + place, f"allreduce of {name}")
+    for index, name in enumerate(about["gradients"]):
+        yield from _track(rank, GRADIENTS + index, f"allreduce of {name}")
     for step, edges, computed, reduced in steps:
         there_s, computed_s, reduced_s = edges[1:4]
         yield _span(rank, STEPS, f"step {step}", edges[0] + late_s, edges[4] + late_s, step=step)
@@ -93,9 +98,9 @@ def _of_rank(about: Mapping[str, Any], steps: list[Any]) -> Iterator[Event]:
         if edges[0] <= there_s <= computed_s <= reduced_s <= edges[4]:
             for name, (begin_s, end_s) in zip(PHASES, itertools.pairwise(edges), strict=True):
                 yield _span(rank, STEPS + 1, name, begin_s + late_s, end_s + late_s, step=step)
-        for place, (begin_s, end_s) in enumerate(zip(computed, reduced, strict=True)):
+        for index, (begin_s, end_s) in enumerate(zip(computed, reduced, strict=True)):
             if edges[0] <= begin_s <= end_s <= edges[4]:
-                yield _span(rank, GRADIENTS + place, "allreduce", begin_s + late_s, end_s + late_s, step=step)
+                yield _span(rank, GRADIENTS + index, "allreduce", begin_s + late_s, end_s + late_s, step=step)
 
 
 def _of_horovod(path: Path) -> Iterator[Event]:
@@ -103,27 +108,27 @@ def _of_horovod(path: Path) -> Iterator[Event]:
     start_s = 0.0
     opened: Counter[int] = Counter()
     for event in _objects(path):
-        own, args = event.get("pid", -1), event.get("args", {})
+        process, args = event.get("pid", -1), event.get("args", {})
         if event.get("ph") == "M":
             start_s = args.get("start_time_since_epoch_in_micros", 0) / 1e6 or start_s
             if event["name"] == "process_name" and args.get("name"):
-                yield from _track(0, HOROVODS + own, f"Horovod: {args['name']}")
-        elif "ts" in event and (event["ph"] != "E" or opened[own]):  # an earlier begin is not in the file
-            opened[own] += {"B": 1, "E": -1}.get(event["ph"], 0)
-            yield {**event, "pid": 0, "tid": HOROVODS + own, "ts": start_s + event["ts"] / 1e6, "cat": "horovod"}
+                yield from _track(0, HOROVODS + process, f"Horovod: {args['name']}")
+        elif "ts" in event and (event["ph"] != "E" or opened[process]):  # an earlier begin is not in the file
+            opened[process] += {"B": 1, "E": -1}.get(event["ph"], 0)
+            yield {**event, "pid": 0, "tid": HOROVODS + process, "ts": start_s + event["ts"] / 1e6, "cat": "horovod"}
 
 
 def _objects(path: Path) -> Iterator[Event]:
     """Yields the complete objects of a JSON list, which may be truncated."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    decoder, place = json.JSONDecoder(), text.find("{")
-    while place >= 0:
+    decoder, begin = json.JSONDecoder(), text.find("{")
+    while begin >= 0:
         try:
-            event, end = decoder.raw_decode(text, place)
+            event, end = decoder.raw_decode(text, begin)
         except (ValueError, RecursionError):
             return
         yield event
-        place = text.find("{", end)
+        begin = text.find("{", end)
 
 
 def _span(rank: int, track: int, name: str, begin_s: float, end_s: float, **args: Any) -> Event:

@@ -54,31 +54,36 @@ class MLflow:
     def __init__(self, uri: str, ids: dict[str, Any], folder: Path, values: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        self.client, known = _mlflow_client(uri), ids.get("mlflow", {})
+        self.client = _mlflow_client(uri)
+        known = ids.get("mlflow", {})
         if known.get("uri") == uri:
             self.run_id, experiment_id = known["run_id"], known["experiment_id"]
             self.client.update_run(self.run_id, status="RUNNING")
         else:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
             experiment = self.client.get_experiment_by_name(name)
-            experiment_id = experiment.experiment_id if experiment else self.client.create_experiment(name)
+            if experiment:
+                experiment_id = experiment.experiment_id
+            else:
+                experiment_id = self.client.create_experiment(name)
             self.run_id = self.client.create_run(experiment_id, run_name=folder.name).info.run_id
             ids["mlflow"] = {"uri": uri, "experiment_id": experiment_id, "run_id": self.run_id}
             params = [Param(name, str(value)[:MAX_CHARACTERS]) for name, value in values.items()]
             for begin in range(0, len(params), MAX_PARAMS):
                 self.client.log_batch(self.run_id, params=params[begin : begin + MAX_PARAMS])
         page = f"/#/experiments/{experiment_id}/runs/{self.run_id}"
-        store = f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
-        self.link = uri.rstrip("/") + page if uri.startswith("http") else store
+        self.link = f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+        if uri.startswith("http"):
+            self.link = uri.rstrip("/") + page
 
     def log(self, records: Sequence[Record]) -> None:
         from mlflow.entities import Metric
 
-        metrics = [
-            Metric(re.sub(r"[^\w\-. :/]", "_", name), value, int(1000 * record.time_s), record.global_step)
-            for record in records
-            for name, value in record.values.items()
-        ]
+        metrics = []
+        for record in records:
+            for name, value in record.values.items():
+                key = re.sub(r"[^\w\-. :/]", "_", name)
+                metrics.append(Metric(key, value, int(1000 * record.time_s), record.global_step))
         for begin in range(0, len(metrics), MAX_METRICS):
             self.client.log_batch(self.run_id, metrics=metrics[begin : begin + MAX_METRICS])
 
@@ -185,10 +190,12 @@ def _errors_named(name: str, value: str) -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     """Failure of the system behind an exception, such as a refused connection, else its own message, as one line."""
-    chain = [error]
-    while inner := chain[-1].__cause__ or chain[-1].__context__:
-        chain.append(inner)
-    cause = next((one for one in reversed(chain) if isinstance(one, OSError)), error)
+    cause = error
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, OSError):
+            cause = inner
+        inner = inner.__cause__ or inner.__context__
     return " ".join(str(cause).split())[:200] or type(cause).__name__
 
 
@@ -231,7 +238,10 @@ class Trackers:
         files = [self.folder / name for name in FILES if (self.folder / name).exists()]
         facts = {name: value for name, value in summary.items() if isinstance(value, int | float | str)}
         # After a signal, the launcher kills ranks that do not exit within --grace.
-        self._end(*((STOPPED_END_S, "KILLED") if exit_code else (END_S, "FINISHED")), facts, files)
+        if exit_code:
+            self._end(STOPPED_END_S, "KILLED", facts, files)
+        else:
+            self._end(END_S, "FINISHED", facts, files)
 
     def __enter__(self) -> Trackers:
         return self

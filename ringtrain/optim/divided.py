@@ -23,7 +23,7 @@ from ringtrain import hvd
 from ringtrain.errors import ConfigError
 from ringtrain.hvd import train_step
 from ringtrain.hvd.keras_patches import innermost, layers_of
-from ringtrain.optim import metric_states
+from ringtrain.optim import metric_states, own_step
 from ringtrain.optim.metric_states import NUM_ROWS, Rows
 from ringtrain.optim.uneven import LossWeights
 
@@ -71,21 +71,24 @@ class Comparison:
 def is_known(model: keras.Model) -> bool:
     """Returns whether a model consists of Keras' own parts, whose steps with divided batches are known."""
     kind = type(model)
-    losses = model._compile_loss._flat_losses if model._compile_loss else []
-    parts = [*layers_of(model)[1:], *(one.loss for one in losses), *map(innermost, hvd.optimizers_of(model))]
+    losses = []
+    if model._compile_loss:
+        losses = [entry.loss for entry in model._compile_loss._flat_losses]
+    parts = [*layers_of(model)[1:], *losses, *map(innermost, hvd.optimizers_of(model))]
     return (
         kind.train_step is keras.Model.train_step
         and kind.compute_loss is keras.Model.compute_loss
         and kind.__module__.startswith("keras.")
-        and all(type(one).__module__.startswith("keras.") for one in parts)
-        and all(_is_of_keras(one.loss) for one in losses)
-        and all(isinstance(one, keras.Layer) for one in getattr(model, "operations", ()))
-        and not any(isinstance(one, keras.layers.Lambda) for one in parts)
+        and all(type(part).__module__.startswith("keras.") for part in parts)
+        and all(map(_is_of_keras, losses))
+        and all(isinstance(operation, keras.Layer) for operation in getattr(model, "operations", ()))
+        and not any(isinstance(part, keras.layers.Lambda) for part in parts)
     )
 
 
 def _is_of_keras(loss: Any) -> bool:
-    return str(getattr(getattr(loss, "fn", loss), "__module__", "")).startswith("keras.")
+    function = getattr(loss, "fn", loss)
+    return str(getattr(function, "__module__", "")).startswith("keras.")
 
 
 def refuse_metrics(model: keras.Model, batch: Any, rows: Rows | None = None) -> list[str]:
@@ -113,7 +116,9 @@ def refuse_metrics(model: keras.Model, batch: Any, rows: Rows | None = None) -> 
             " but virtual ranks and elastic jobs sum what the parts of a batch add: leave the metric out of compile,"
             " and evaluate it afterwards"
         )
-    return [] if seen else names
+    if seen:
+        return []
+    return names
 
 
 def compare(model: keras.Model, batch: Any, rows: Rows | None) -> Comparison:
@@ -123,24 +128,29 @@ def compare(model: keras.Model, batch: Any, rows: Rows | None) -> Comparison:
         batch: One of the model's batches, or its specification.
         rows: Returns the batch of the rows from one number up to another. None: the step is only traced.
     """
-    found = Comparison()
+    comparison = Comparison()
     try:
-        _compare(model, batch, rows, found)
+        _compare(model, batch, rows, comparison)
     except Exception as error:  # of the script's own code, which may not be traced again or with so few rows
-        found.draws = found.draws or bool(hvd.seeds(model))
-        found.error = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:100]}"
+        comparison.draws = comparison.draws or bool(hvd.seeds(model))
+        first_line = str(error).strip().partition("\n")[0]
+        comparison.error = f"{type(error).__name__}: {first_line[:100]}"
     finally:
         model.reset_metrics()
-    return found
+    return comparison
 
 
-def _compare(model: keras.Model, batch: Any, rows: Rows | None, found: Comparison) -> None:
-    leaves = [one for one in tf.nest.flatten(batch) if one is not None]
-    if model.run_eagerly or not all(isinstance(one, tf.Tensor | tf.TensorSpec) for one in leaves):
-        found.draws, found.error = bool(hvd.seeds(model)), "it runs eagerly, or has inputs that are not dense"
+def _compare(model: keras.Model, batch: Any, rows: Rows | None, comparison: Comparison) -> None:
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+    if model.run_eagerly or not all(isinstance(leaf, tf.Tensor | tf.TensorSpec) for leaf in leaves):
+        comparison.draws = bool(hvd.seeds(model))
+        comparison.error = "it runs eagerly, or has inputs that are not dense"
         return
+
+    # Trace the step; what it does with random numbers may already make the comparison impossible.
     gradients: list[Any] = []
-    halves, noise = _Halves(model), _Noise(found)
+    halves = _Halves(model)
+    noise = _Noise(comparison)
 
     def step(batch: Any) -> tuple[list[Any], Any]:
         gradients.clear()
@@ -153,80 +163,93 @@ def _compare(model: keras.Model, batch: Any, rows: Rows | None, found: Compariso
     with halves, noise, _captured(model, gradients), _with_moving_statistics(model):
         spec = tf.nest.map_structure(_with_any_rows, batch)
         traced = tf.function(step, autograph=False).get_concrete_function(spec)
-    if STATEFUL & _operations(traced):
-        found.draws_by_tensorflow = noise.mixes = True
+    if STATEFUL & set(own_step.operations(traced.graph)):
+        comparison.draws_by_tensorflow = noise.mixes = True
     if noise.mixes:
-        found.error = "random numbers depend on the number of rows"
+        comparison.error = "random numbers depend on the number of rows"
     if rows is None:
-        found.error = "no batch is read before training, or there are too few rows"
+        comparison.error = "no batch is read before training, or there are too few rows"
     if rows is None or noise.mixes:
         return
+
+    whole, first, second = _gradients(model, traced, halves, rows, comparison)
+    distance = _distance(whole, first, second)
+    tolerance = TOLERANCE
+    if any("16" in layer.compute_dtype for layer in layers_of(model)):
+        tolerance = TOLERANCE_16_BITS
+    if distance > tolerance:
+        comparison.distance = distance
+
+
+def _gradients(model: keras.Model, traced: Any, halves: _Halves, rows: Rows, comparison: Comparison) -> list[list[Any]]:
+    """Gradients of the whole batch, and of each half, always from the same variables; also notes sums of metrics."""
     of_check = {halves.size.ref(), halves.totals.ref()}
     changed = [variable for variable in traced.graph.variables if variable.ref() not in of_check]
     before = [(variable, variable.read_value()) for variable in changed]
     of_metrics = {variable.value.ref() for variable in model.metrics_variables}
-    results: dict[int, list[Any]] = {}
-    """gradients by the number of the first row, negative for the whole batch"""
+    gradients: dict[int, list[Any]] = {}
+    """by the number of the first row, negative for the whole batch"""
 
     def update(begin: int, end: int) -> None:
-        is_whole = end - begin == NUM_ROWS
-        halves.size.assign(1 if is_whole else 2)
-        each, divisors = traced(rows(begin, end))
-        if is_whole:  # comes first
+        if end - begin == NUM_ROWS:  # comes first
+            halves.size.assign(1)
+            of_rows, divisors = traced(rows(begin, end))
             halves.totals.assign(divisors)
-        results.setdefault(-1 if is_whole else begin, each)
+            gradients.setdefault(-1, of_rows)
+        else:
+            halves.size.assign(2)
+            of_rows, _ = traced(rows(begin, end))
+            gradients.setdefault(begin, of_rows)
         for variable, value in before:  # also weights that the step assigns, and seeds
             if variable.ref() not in of_metrics:
                 variable.assign(value)
 
     try:
-        found.metrics = metric_states.sums(metric_states.metrics_of(model), model.reset_metrics, update)
+        comparison.metrics = metric_states.sums(metric_states.metrics_of(model), model.reset_metrics, update)
     finally:
         for variable, value in before:
             variable.assign(value)
-    of_whole, *of_halves = (results[first] for first in sorted(results))
-    distance = _distance(of_whole, *of_halves)
-    narrow = any("16" in layer.compute_dtype for layer in layers_of(model))
-    if distance > (TOLERANCE_16_BITS if narrow else TOLERANCE):
-        found.distance = distance
+    return [gradients[begin] for begin in sorted(gradients)]
 
 
 def _with_any_rows(tensor: Any) -> Any:
-    return None if tensor is None else tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
-
-
-def _operations(function: Any) -> set[str]:
-    """Types of the operations of a traced function and of those that it calls."""
-    graph = function.graph.as_graph_def()
-    nodes = [*graph.node, *(node for inner in graph.library.function for node in inner.node_def)]
-    return {node.op for node in nodes}
+    if tensor is None:
+        return None
+    return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
 
 
 def _distance(whole: Sequence[Any], first: Sequence[Any], second: Sequence[Any]) -> float:
     """Distance of the mean of two lists of gradients from a third, relative to its norm; 0 if it is not finite."""
     apart, norm = 0.0, 0.0
-    for of_whole, one, other in zip(whole, first, second, strict=True):
+    for of_whole, of_first, of_second in zip(whole, first, second, strict=True):
         expected = tf.cast(of_whole, tf.float64)
-        mean = (tf.cast(one, tf.float64) + tf.cast(other, tf.float64)) / 2
+        mean = (tf.cast(of_first, tf.float64) + tf.cast(of_second, tf.float64)) / 2
         apart += float(tf.reduce_sum(tf.square(mean - expected)))
         norm += float(tf.reduce_sum(tf.square(expected)))
-    ratio = np.sqrt(apart / norm) if norm else 0.0
-    return float(ratio) if np.isfinite(ratio) else 0.0
+    if not norm:
+        return 0.0
+    ratio = np.sqrt(apart / norm)
+    if not np.isfinite(ratio):
+        return 0.0
+    return float(ratio)
 
 
 @contextlib.contextmanager
 def _replaced(objects: Sequence[tuple[Any, dict[str, Any]]]) -> Iterator[None]:
     """Context in which objects have other attributes, behind Keras' tracking of attributes."""
-    before = [{name: vars(one)[name] for name in values if name in vars(one)} for one, values in objects]
+    before = []
+    for replaced, values in objects:
+        attributes = vars(replaced)
+        before.append({name: attributes[name] for name in values if name in attributes})
     try:
-        for one, values in objects:
-            vars(one).update(values)
+        for replaced, values in objects:
+            vars(replaced).update(values)
         yield
     finally:
-        for (one, values), kept in zip(objects, before, strict=True):
+        for (replaced, values), kept in zip(objects, before, strict=True):
             for name in values:
-                vars(one).pop(name, None)
-            vars(one).update(kept)
+                vars(replaced).pop(name, None)
+            vars(replaced).update(kept)
 
 
 def _captured(model: keras.Model, gradients: list[Any]) -> contextlib.AbstractContextManager[None]:
@@ -235,12 +258,14 @@ def _captured(model: keras.Model, gradients: list[Any]) -> contextlib.AbstractCo
     def attributes(optimizer: Any) -> dict[str, Any]:
         def record(grads: Any, *_: Any) -> list[Any]:
             grads = list(grads)
-            gradients.extend(tf.convert_to_tensor(one) for one in grads if one is not None)
+            gradients.extend(tf.convert_to_tensor(gradient) for gradient in grads if gradient is not None)
             return grads
 
         def clip(grads: Any) -> list[Any]:
             optimizer._reached.append("hook")
-            return list(grads) if optimizer._reduced_before else record(grads)
+            if optimizer._reduced_before:
+                return list(grads)
+            return record(grads)
 
         return {
             "reduce": record,
@@ -251,9 +276,11 @@ def _captured(model: keras.Model, gradients: list[Any]) -> contextlib.AbstractCo
             "use_ema": False,
         }
 
-    inner = [innermost(optimizer) for optimizer in hvd.optimizers_of(model)]
-    singles = [single for one in inner for single in getattr(one, "optimizers", [one])]
-    return _replaced([(single, attributes(single)) for single in singles])
+    objects = []
+    for optimizer in map(innermost, hvd.optimizers_of(model)):
+        for single in getattr(optimizer, "optimizers", [optimizer]):
+            objects.append((single, attributes(single)))
+    return _replaced(objects)
 
 
 def _with_moving_statistics(model: keras.Model) -> contextlib.AbstractContextManager[None]:
@@ -287,9 +314,9 @@ class _Halves(LossWeights):
         self.restore()
 
     def _total(self, divisor: Any) -> Any:
-        place = len(self.divisors)
+        number = len(self.divisors)
         self.divisors.append(divisor)
-        return tf.where(self.size == 1, divisor, self.totals[place])
+        return tf.where(self.size == 1, divisor, self.totals[number])
 
 
 class _Noise:
@@ -299,8 +326,10 @@ class _Noise:
         mixes: Whether some depend on the number of rows nevertheless.
     """
 
-    def __init__(self, found: Comparison) -> None:
-        self.found, self.mixes, self._count = found, False, 0
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison = comparison
+        self.mixes = False
+        self._count = 0
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> None:
@@ -317,9 +346,9 @@ class _Noise:
         """Notes a call; returns a seed for it."""
         self._count += 1
         if module is keras_random:
-            self.found.draws = True
+            self.comparison.draws = True
         else:
-            self.found.draws_by_tensorflow = True
+            self.comparison.draws_by_tensorflow = True
         return self._count
 
     def _of_shape(self, module: Any, name: str) -> Callable[..., Any]:

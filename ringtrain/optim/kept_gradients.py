@@ -30,8 +30,10 @@ def gradients_kept(model: keras.Model, num_parts: Any, until_loss: bool = False)
         num_parts: Of a batch.
         until_loss: Keras' own step, which scales its loss when it is complete, then raises LossIsKnown.
     """
-    optimizer, kept = model.optimizer, dict[int, Any]()
-    scale_loss, is_scaled = optimizer.scale_loss, False
+    optimizer = model.optimizer
+    kept: dict[int, Any] = {}
+    scale_loss = optimizer.scale_loss
+    is_scaled = False
 
     def scale_summand(loss: Any) -> Any:
         nonlocal is_scaled
@@ -50,8 +52,9 @@ def gradients_kept(model: keras.Model, num_parts: Any, until_loss: bool = False)
             kept[id(variable)] = gradient
 
     def keep_lists(gradients: Any, variables: Any = None) -> None:
-        given = model.trainable_weights if variables is None else variables
-        keep(zip(gradients, given, strict=True))
+        if variables is None:
+            variables = model.trainable_weights
+        keep(zip(gradients, variables, strict=True))
 
     names: dict[str, Any] = {"apply_gradients": keep, "apply": keep_lists}
     if until_loss or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):

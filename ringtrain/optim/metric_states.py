@@ -31,8 +31,14 @@ class Sums(NamedTuple):
 def metrics_of(model: keras.Model) -> list[Any]:
     """Metrics of a model besides those of its loss; those of `compile` one by one."""
     compiled, of_loss = model._compile_metrics, model._compile_loss
-    excluded = {id(one) for one in (model._loss_tracker, compiled, *(of_loss.metrics if of_loss else ()))}
-    return [*(one for one in model.metrics if id(one) not in excluded), *(compiled.metrics if compiled else [])]
+    excluded = [model._loss_tracker, compiled]
+    if of_loss:
+        excluded += of_loss.metrics
+    ids = {id(metric) for metric in excluded}
+    metrics = [metric for metric in model.metrics if id(metric) not in ids]
+    if compiled:
+        metrics += compiled.metrics
+    return metrics
 
 
 def of_script(model: keras.Model) -> list[str]:
@@ -52,15 +58,18 @@ def sums(metrics: Sequence[Any], reset: Callable[[], None], update: Callable[[in
         update: Updates the metrics with the rows from one number up to another.
     """
     reset()
-    variables = [variable for metric in metrics for variable in metric.variables]
+    variables: list[Any] = []
+    for metric in metrics:
+        variables += metric.variables
     at_first = [keras.ops.convert_to_numpy(variable) for variable in variables]
 
     def states(*bounds: tuple[int, int], from_zeros: bool = False) -> list[list[Any]]:
         for variable, value in zip(variables, at_first, strict=True):  # a reset may do nothing
-            variable.assign(np.zeros_like(value) if from_zeros else value)
+            first_value = np.zeros_like(value) if from_zeros else value
+            variable.assign(first_value)
         for begin, end in bounds:
             update(begin, end)
-        return [[keras.ops.convert_to_numpy(one).astype(float) for one in metric.variables] for metric in metrics]
+        return [[_values(variable) for variable in metric.variables] for metric in metrics]
 
     first, second = (0, NUM_ROWS // 2), (NUM_ROWS // 2, NUM_ROWS)
     names = [metric.name for metric in metrics]
@@ -72,16 +81,20 @@ def sums(metrics: Sequence[Any], reset: Callable[[], None], update: Callable[[in
     return Sums(over_rows, over_updates)
 
 
+def _values(variable: Any) -> Any:
+    return keras.ops.convert_to_numpy(variable).astype(float)
+
+
 def _unequal(names: Sequence[str], expected: list[list[Any]], *summands: list[list[Any]]) -> list[str]:
     """Names of metrics whose states are not the sum of others, but for rounding."""
-    found = []
+    unequal = []
     for index, name in enumerate(names):
-        for place, state in enumerate(expected[index]):
-            total = sum(summand[index][place] for summand in summands)
+        for number, state in enumerate(expected[index]):
+            total = sum(summand[index][number] for summand in summands)
             if not np.allclose(total, state, rtol=1e-3, atol=1e-6, equal_nan=True):
-                found.append(name)
+                unequal.append(name)
                 break
-    return found
+    return unequal
 
 
 def of_test_step(model: keras.Model, rows: Rows) -> Sums | None:
@@ -104,7 +117,9 @@ def of_test_step(model: keras.Model, rows: Rows) -> Sums | None:
         for variable, value in zip(kept, before, strict=True):
             is_random = is_random or not np.array_equal(variable, value)
             variable.assign(value)
-    return None if is_random else seen
+    if is_random:
+        return None
+    return seen
 
 
 def made_up_rows(batch: Any) -> Rows | None:
@@ -118,14 +133,22 @@ def made_up_rows(batch: Any) -> Rows | None:
             leaf = tf.convert_to_tensor(leaf)
         if not isinstance(leaf, tf.Tensor | tf.TensorSpec):
             raise TypeError
-        shape = [NUM_ROWS, *(UNKNOWN_LENGTH if size is None else size for size in leaf.shape[1:])]
+        shape = [NUM_ROWS]
+        for size in leaf.shape[1:]:
+            shape.append(UNKNOWN_LENGTH if size is None else size)
         if leaf.dtype == tf.string:
             return tf.fill(shape, "a")
-        values = draw.uniform(size=shape)
-        return tf.cast(values if leaf.dtype.is_floating else values < 0.5, leaf.dtype)
+        values: Any = draw.uniform(size=shape)
+        if not leaf.dtype.is_floating:
+            values = values < 0.5
+        return tf.cast(values, leaf.dtype)
 
     try:
         rows = keras.tree.map_structure(made_up, batch)
     except (TypeError, ValueError):
         return None
-    return lambda begin, end: keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[begin:end], rows)
+
+    def from_to(begin: int, end: int) -> Any:
+        return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[begin:end], rows)
+
+    return from_to

@@ -1,4 +1,4 @@
-"""Optimizers of ringtrain's own, and how the configured one is built with its schedule; names: config.OPTIMIZERS."""
+"""Optimizers of ringtrain's own, and how the configured one is built with its schedule; names: optimizer_kinds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from ringtrain.config import OPTIMIZERS, Config
+from ringtrain.config import Config
 from ringtrain.config_io import find
 from ringtrain.derived import Numbers
 from ringtrain.optim.schedules import Schedule, schedule_of
+from ringtrain.optimizer_kinds import OPTIMIZERS
 
 
 @keras.saving.register_keras_serializable(package="ringtrain")
@@ -80,7 +81,8 @@ class SGD(_Momentum):
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         index = self._get_variable_index(variable)
-        velocity, rate = self.velocities[index], ops.cast(learning_rate, variable.dtype)
+        velocity = self.velocities[index]
+        rate = ops.cast(learning_rate, variable.dtype)
         gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)  # gradients of embeddings are sparse
         if self.decay and self.decayed[index]:
             gradient = gradient + self.decay * variable
@@ -127,7 +129,8 @@ class LARS(_Momentum):
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         index = self._get_variable_index(variable)
-        velocity, rate = self.velocities[index], ops.cast(learning_rate, variable.dtype)
+        velocity = self.velocities[index]
+        rate = ops.cast(learning_rate, variable.dtype)
         gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)  # gradients of embeddings are sparse
         if self.decayed[index]:
             weight_norm, gradient_norm = tf.norm(variable), tf.norm(gradient)
@@ -151,16 +154,23 @@ def is_decayed(variable: Any) -> bool:
 
 def build(config: Config, numbers: Numbers, model: keras.Model) -> keras.optimizers.Optimizer:
     """Creates the configured optimizer, not yet distributed. Biases and normalization have no weight decay."""
+    options = config.optimizer
+    schedule = schedule_of(config, numbers)
     # A constant rate is a number: callbacks can set it, and a saved model does not need ringtrain.
-    options, schedule = config.optimizer, schedule_of(config, numbers)
+    rate: Any = schedule.learning_rate
+    if not schedule.is_constant:
+        rate = LearningRate(**dataclasses.asdict(schedule))
+    accumulation_steps = None
+    if options.accumulation_steps > 1:
+        accumulation_steps = options.accumulation_steps
     kind = OPTIMIZERS[options.name]
     optimizer: keras.optimizers.Optimizer = find("optimizer.name", kind.path, {})(
         **{name: getattr(options, name) for name in ("weight_decay", *kind.options)},
-        learning_rate=schedule.learning_rate if schedule.is_constant else LearningRate(**dataclasses.asdict(schedule)),
+        learning_rate=rate,
         global_clipnorm=options.clip_norm or None,
-        gradient_accumulation_steps=options.accumulation_steps if options.accumulation_steps > 1 else None,
+        gradient_accumulation_steps=accumulation_steps,
     )
-    optimizer.exclude_from_weight_decay([one for one in model.trainable_variables if not is_decayed(one)])
+    optimizer.exclude_from_weight_decay([weight for weight in model.trainable_variables if not is_decayed(weight)])
     return optimizer
 
 
@@ -193,8 +203,8 @@ def first_and_largest_rate(optimizer: keras.optimizers.Optimizer) -> tuple[float
         rate = rate()  # as Keras calls it, without the step
 
     def at(step: int) -> float:
-        number = ops.convert_to_numpy(rate(step) if is_schedule else rate)
-        return float(f"{float(number):.7g}")  # the digits of float32
+        value = rate(step) if is_schedule else rate
+        return float(f"{float(ops.convert_to_numpy(value)):.7g}")  # the digits of float32
 
     first = at(0)
     if first or not is_schedule:

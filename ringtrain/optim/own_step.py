@@ -12,8 +12,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ringtrain import hvd
 from ringtrain.errors import ConfigError
+from ringtrain.hvd.keras_patches import slots_of
 
 ADVICE = "with virtual ranks it is called for each part of the rows, and weights are updated once, after all of them"
 ASSIGNS = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "ResourceScatter", "ResourceStridedSlice")
@@ -36,7 +36,18 @@ def named(model: keras.Model) -> str:
 
 def num_operations() -> int:
     """Number of the operations in the graph so far; 0 without a graph."""
-    return 0 if tf.executing_eagerly() else len(tf.compat.v1.get_default_graph().get_operations())
+    if tf.executing_eagerly():
+        return 0
+    return len(tf.compat.v1.get_default_graph().get_operations())
+
+
+def operations(graph: Any) -> list[str]:
+    """Types of the operations of a graph, then of those of the functions that it calls."""
+    definition = graph.as_graph_def()
+    nodes = [*definition.node]
+    for function in definition.library.function:
+        nodes += function.node_def
+    return [node.op for node in nodes]
 
 
 class Effects:
@@ -48,8 +59,7 @@ class Effects:
 
     def __init__(self, model: keras.Model, allowed: Sequence[Any]) -> None:
         self.model = model
-        slots = [variable for optimizer in hvd.optimizers_of(model) for variable in optimizer.variables]
-        everything = [*model.variables, *model.metrics_variables, *slots]
+        everything = [*model.variables, *model.metrics_variables, *slots_of(model)]
         self._names = {id(variable.value.handle): variable.path for variable in everything}
         self._allowed = {id(variable.value.handle) for variable in allowed}
 
@@ -60,10 +70,11 @@ class Effects:
         graph: Any = tf.compat.v1.get_default_graph()
         changes = _Changes(graph)
         for operation in graph.get_operations()[begin:]:
-            node, inputs = operation.node_def, list(operation.inputs)
+            node = operation.node_def
+            inputs = list(operation.inputs)
             handles = [tensor.dtype == tf.resource for tensor in inputs]
-            for place in changes.of_inputs(node, handles):
-                handle = id(_outermost(graph, inputs[place]))
+            for index in changes.of_inputs(node, handles):
+                handle = id(_outermost(graph, inputs[index]))
                 if handle not in self._allowed:
                     name = self._names.get(handle, "a variable that no layer or metric has")
                     what = f"{named(self.model)} changes {name} besides the update by its optimizer"
@@ -79,7 +90,7 @@ class _Changes:
 
     def of_inputs(self, node: Any, handles: Sequence[bool]) -> Iterator[int]:
         """Places of the inputs of an operation whose variables it changes; `handles`: which inputs are variables."""
-        places = [place for place, is_handle in enumerate(handles) if is_handle]
+        places = [index for index, is_handle in enumerate(handles) if is_handle]
         if not places:
             return
         if node.op.startswith(ASSIGNS):
@@ -98,10 +109,10 @@ class _Changes:
         if function in self._known:
             return self._known[function]
         changed = self._known[function] = set()  # a function may call itself
-        found = self.graph._get_function(function)
-        if found is None:  # of another graph
+        defined = self.graph._get_function(function)
+        if defined is None:  # of another graph
             return changed
-        definition = found.cached_definition
+        definition = defined.cached_definition
         arguments: dict[str, int] = {}
         """number of the argument that a name in the function stands for"""
         for number, argument in enumerate(definition.signature.input_arg):
@@ -110,26 +121,29 @@ class _Changes:
         for node in definition.node_def:
             inputs = [_source(text) for text in node.input if not text.startswith("^")]
             if node.op in PASSES:
-                for place, name in enumerate(inputs):
+                for index, name in enumerate(inputs):
                     if name in arguments:
-                        arguments[f"{node.name}:{place}"] = arguments[name]
-            for place in self.of_inputs(node, [name in arguments for name in inputs]):
-                changed.add(arguments[inputs[place]])
+                        arguments[f"{node.name}:{index}"] = arguments[name]
+            for index in self.of_inputs(node, [name in arguments for name in inputs]):
+                changed.add(arguments[inputs[index]])
         return changed
 
 
 def _source(text: str) -> str:
     """Name of an argument, or node and place of its output, from the input of a node in a function."""
     node, _, output = text.partition(":")
-    return f"{node}:{output.rpartition(':')[2]}" if output else node
+    if not output:
+        return node
+    return f"{node}:{output.rpartition(':')[2]}"
 
 
 def _called(node: Any) -> list[str]:
     """Names of the functions that an operation calls."""
     names = []
     for value in node.attr.values():
-        functions = [value.func, *value.list.func] if value.HasField("func") else value.list.func
-        names += [function.name for function in functions]
+        if value.HasField("func"):
+            names.append(value.func.name)
+        names += [function.name for function in value.list.func]
     return names
 
 
@@ -139,8 +153,9 @@ def _outermost(graph: Any, tensor: Any) -> Any:
         if tensor.op.type in PASSES:
             tensor = tensor.op.inputs[tensor.value_index]
             continue
-        found = next((outside for outside, inside in getattr(graph, "captures", ()) if inside is tensor), None)
-        if found is None:
+        captures = getattr(graph, "captures", ())
+        captured = next((outside for outside, inside in captures if inside is tensor), None)
+        if captured is None:
             return tensor
-        tensor, graph = found, graph.outer_graph
+        tensor, graph = captured, graph.outer_graph
     return tensor

@@ -120,13 +120,16 @@ def in_words(schedule: Schedule, steps_per_epoch: int) -> dict[str, str]:
     rows = {}
     for number, (step, name) in enumerate(corners(schedule), 1):
         where = f"step {step:,}, epoch {step // steps_per_epoch + 1}"
-        rows[" " * number] = f"{where:<26} {float(schedule.rate(step)):<10.3g} {name}"
+        key = " " * number  # no row may have the key of another
+        rows[key] = f"{where:<26} {float(schedule.rate(step)):<10.3g} {name}"
     return rows
 
 
 def curve(schedule: Schedule, num_points: int = 1000) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Returns about `num_points` global steps, including breakpoints, and their learning rates, to plot a schedule."""
-    edges = [edge for corner, _ in corners(schedule) for edge in (max(0, corner - 1), corner)]
+    edges: list[int] = []
+    for corner, _ in corners(schedule):
+        edges += [max(0, corner - 1), corner]
     evenly = np.linspace(0, schedule.num_steps - 1, min(num_points, schedule.num_steps)).round()
     steps = np.unique(np.concatenate([evenly, edges]))
     return steps, schedule.rate(steps)

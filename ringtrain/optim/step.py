@@ -26,7 +26,7 @@ from ringtrain import hvd
 from ringtrain.data.parts import Header, rows_of
 from ringtrain.errors import ConfigError
 from ringtrain.hvd import train_step
-from ringtrain.hvd.keras_patches import innermost, layers_of
+from ringtrain.hvd.keras_patches import innermost, layers_of, slots_of
 from ringtrain.hvd.step_timing import PLACE
 from ringtrain.optim import divided, own_step
 from ringtrain.optim.kept_gradients import gradients_kept
@@ -141,9 +141,9 @@ class Step:
                     " which elastic runs and virtual ranks cannot undo: leave it out"
                 )
         self.reduction = innermost(model.optimizer).reduction
-        own = hvd.weights_of_one_rank(model)
-        self.moving = [variable for variable in own if keras.backend.is_float_dtype(variable.dtype)]
-        self.counters = [variable for variable in own if keras.backend.is_int_dtype(variable.dtype)]
+        of_one_rank = hvd.weights_of_one_rank(model)
+        self.moving = [variable for variable in of_one_rank if keras.backend.is_float_dtype(variable.dtype)]
+        self.counters = [variable for variable in of_one_rank if keras.backend.is_int_dtype(variable.dtype)]
         self.seeds = hvd.seeds(model)
         self.metrics = list(model.metrics_variables)
         self.changed = [*hvd.layers_own_variables(model), *self.seeds, *self.metrics]
@@ -155,8 +155,8 @@ class Step:
         self.weights = [] if self.updates_itself else list(model.trainable_weights)
         """whose gradients are summed here"""
         if self.updates_itself:
-            slots = [variable for optimizer in hvd.optimizers_of(model) for variable in optimizer.variables]
-            self.changed = list({id(one): one for one in (*model.weights, *slots, *self.changed)}.values())
+            changed = [*model.weights, *slots_of(model), *self.changed]
+            self.changed = list({id(variable): variable for variable in changed}.values())
         self._before = [tf.Variable(variable.value, trainable=False) for variable in self.changed]
         self._is_under_way = tf.Variable(False, trainable=False)
         hvd.share_state(model)
@@ -195,9 +195,9 @@ class Step:
         # Gradients and sums of each part of this rank's rows, then of all ranks'.
         numbers = sums.numbers(self)
         computations = []
-        for place, number in enumerate(numbers):
-            rows = _rows_of_part(batch, place, len(numbers), header)
-            share = header.shares[place] if header else None
+        for index, number in enumerate(numbers):
+            rows = _rows_of_part(batch, index, len(numbers), header)
+            share = header.shares[index] if header else None
             computations.append(functools.partial(self._part, rows, number, before, share))
         sums.prepare(self, computations)
         parts = []
@@ -211,10 +211,9 @@ class Step:
         # Weights change only when all sums are there, and nothing can fail any more.
         flat = [tensor for tensor in tf.nest.flatten(total, expand_composites=True) if tensor is not None]
         with tf.control_dependencies(flat), innermost(optimizer).reduced_before():
-            pairs = zip(total.gradients, self.weights, strict=True)
-            given = [(gradient, weight) for gradient, weight in pairs if gradient is not None]
             if not self.updates_itself:
-                optimizer.apply_gradients(given)
+                pairs = zip(total.gradients, self.weights, strict=True)
+                optimizer.apply_gradients([(gradient, weight) for gradient, weight in pairs if gradient is not None])
             for variable, value in zip(self.moving, total.moving, strict=True):
                 variable.assign(value)
             for variable, value in zip(self.counters, total.counters, strict=True):
@@ -231,8 +230,8 @@ class Step:
         results = self.model.get_metrics_result()
         if not self.has_own:
             return results
-        others = dict(zip(self._names_besides_metrics(logs), means, strict=True))
-        return {name: others[name] if name in others else results[name] for name in logs}
+        values = {**results, **dict(zip(self._names_besides_metrics(logs), means, strict=True))}
+        return {name: values[name] for name in logs}
 
     def _names_besides_metrics(self, logs: Mapping[str, Any]) -> list[str]:
         results = self.model.get_metrics_result()
@@ -256,7 +255,7 @@ class Step:
         if not self.updates_itself:
             updates = gradients_kept(self.model, self._losses.num_parts(), until_loss and not self.has_own)
         with self._losses.in_step(share), self.weighed(share), updates as gradients:
-            logs = _flat(self._inner(rows))
+            logs = flat_logs(self._inner(rows))
         if self._effects is not None:
             self._effects.refuse(begun)
         means = []
@@ -308,15 +307,18 @@ def step_of_all_ranks(model: keras.Model, input_shape: Sequence[int], sums: Sums
     return Step(model, sums=sums).__enter__()
 
 
-def _flat(logs: Mapping[str, Any]) -> dict[str, Any]:
+def flat_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
     """Logs without dictionaries in them, as Keras passes them on: a step may return that of all compiled metrics."""
     flat: dict[str, Any] = {}
     for name, value in logs.items():
-        flat |= _flat(value) if isinstance(value, Mapping) else {name: value}
+        if isinstance(value, Mapping):
+            flat |= flat_logs(value)
+        else:
+            flat[name] = value
     return flat
 
 
-def _rows_of_part(batch: Any, place: int, count: int, header: Header | None) -> Any:
+def _rows_of_part(batch: Any, index: int, count: int, header: Header | None) -> Any:
     """Rows of one of `count` parts of this rank's rows; without a header all parts have equally many."""
 
     def of_leaf(leaf: Any) -> Any:
@@ -326,9 +328,9 @@ def _rows_of_part(batch: Any, place: int, count: int, header: Header | None) -> 
             return leaf
         if header is None:
             length = (leaf.shape[0] or tf.shape(leaf)[0]) // count
-            return leaf[place * length : (place + 1) * length]
-        begin = tf.reduce_sum(header.rows[:place])
-        return rows_of(leaf, begin, begin + header.rows[place])
+            return leaf[index * length : (index + 1) * length]
+        begin = tf.reduce_sum(header.rows[:index])
+        return rows_of(leaf, begin, begin + header.rows[index])
 
     return keras.tree.map_structure(of_leaf, batch)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -31,8 +32,11 @@ class StepResult(NamedTuple):
 
     def summands(self, is_first: Any) -> list[list[Any]]:
         """Statistics, counters, metrics and logs, multiplied so that the parts' sums are those of all rows."""
-        share = 1.0 if self.share is None else self.share
-        has_rows = 1.0 if self.share is None else share > 0
+        share: Any = 1.0
+        has_rows: Any = 1.0
+        if self.share is not None:
+            share = self.share
+            has_rows = share > 0
         return [
             [scaled(value, share) for value in self.moving],
             [value * tf.cast(is_first, value.dtype) for value in self.counters],
@@ -89,18 +93,22 @@ class SumsOverRanks:
 
     def totals(self, step: Step, parts: Sequence[StepResult]) -> StepResult:
         (part,) = parts  # of this rank
-        inner, reduction = innermost(step.model.optimizer), step.reduction
+        optimizer, reduction = innermost(step.model.optimizer), step.reduction
         share = part.share
         if share is None:
-            share = tf.cast(1.0 if reduction.share is None else reduction.share.read_value(), tf.float64)
-        given = [place for place, gradient in enumerate(part.gradients) if gradient is not None]
-        weights = [step.weights[place] for place in given]
-        gradients: list[Any] = [None] * len(part.gradients)
-        if given:
+            share = tf.constant(1.0, tf.float64)
+            if reduction.share is not None:
+                share = tf.cast(reduction.share.read_value(), tf.float64)
+
+        # Gradients, as far as weights have one.
+        gradients = list(part.gradients)
+        places = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        if places:
+            weights = [step.weights[index] for index in places]
             with step.weighed(share):
-                own = inner.weighted([part.gradients[place] for place in given], weights)
-            for place, gradient in zip(given, inner.reduce(own, weights), strict=True):
-                gradients[place] = gradient
+                weighted = optimizer.weighted([gradients[index] for index in places], weights)
+            for index, gradient in zip(places, optimizer.reduce(weighted, weights), strict=True):
+                gradients[index] = gradient
 
         # A rank without rows has computed a placeholder row, which counts 0 times.
         moving, counters, metrics, logs = part._replace(share=share).summands(hvd.rank_op() == 0)
@@ -110,18 +118,23 @@ class SumsOverRanks:
             metrics,
             [value / self.num_parts() for value in logs],
         ]
-        flat = [value for values in summands for value in values]
-        rest = iter(reduced_by_dtype([flat], lambda rows: reduction.sum_of_parts(rows[0])))
-        return StepResult(gradients, *([next(rest) for _ in values] for values in summands))
+        flat = list(itertools.chain(*summands))
+        sums = iter(reduced_by_dtype([flat], lambda rows: reduction.sum_of_parts(rows[0])))
+        moving, counters, metrics, logs = (list(itertools.islice(sums, len(values))) for values in summands)
+        return StepResult(gradients, moving, counters, metrics, logs)
 
 
 def reduced_by_dtype(parts: Sequence[Sequence[Any]], reduce: Any) -> list[Any]:
     """Reduces lists of tensors to one: `reduce` gets all of a dtype as rows [parts, n], and returns a vector [n]."""
-    results: list[Any] = [None] * len(parts[0])
-    for dtype in dict.fromkeys(tensor.dtype for tensor in parts[0]):
-        places = [place for place, tensor in enumerate(parts[0]) if tensor.dtype == dtype]
-        vectors = [tf.concat([tf.reshape(part[place], [-1]) for place in places], 0) for part in parts]
-        cut = tf.split(reduce(tf.stack(vectors)), [tf.size(parts[0][place]) for place in places])
-        for place, tensor in zip(places, cut, strict=True):
-            results[place] = tf.ensure_shape(tf.reshape(tensor, tf.shape(parts[0][place])), parts[0][place].shape)
-    return results
+    first = parts[0]
+    results: dict[int, Any] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in first):
+        places = [index for index, tensor in enumerate(first) if tensor.dtype == dtype]
+        vectors = []
+        for part in parts:
+            vectors.append(tf.concat([tf.reshape(part[index], [-1]) for index in places], 0))
+        lengths = [tf.size(first[index]) for index in places]
+        for index, total in zip(places, tf.split(reduce(tf.stack(vectors)), lengths), strict=True):
+            shaped = tf.reshape(total, tf.shape(first[index]))
+            results[index] = tf.ensure_shape(shaped, first[index].shape)
+    return [results[index] for index in range(len(first))]

@@ -53,13 +53,15 @@ class LossWeights:
     def replace(self, share: tf.Variable | None) -> None:
         """Replaces losses and metrics. With `share`, the optimizers weigh gradients by it."""
         model, compiled = self.model, self.model._compile_loss
-        self._weighed = hvd.optimizers_of(model) if share is not None else []
+        self._weighed = []
+        if share is not None:
+            self._weighed = hvd.optimizers_of(model)
         for optimizer in self._weighed:
             hvd.weigh_gradients(optimizer, share)
         self._losses = []
         if compiled and self.is_divided:
             self._losses = list(compiled._flat_losses)
-            compiled._flat_losses[:] = [one._replace(loss=self._weighted(one.loss)) for one in self._losses]
+            compiled._flat_losses[:] = [entry._replace(loss=self._weighted(entry.loss)) for entry in self._losses]
             self._replace_update(model._loss_tracker, self._of_values)
             for metric in compiled.metrics:
                 self._replace_update(metric, self._of_output)
@@ -106,7 +108,9 @@ class LossWeights:
 
     def _of_values(self, loss: Any, num_rows: Any) -> tuple[Any, Any]:
         """Loss of a step. Without a reduction it has a value per row, of which Keras tracks the mean."""
-        return (loss * tf.cast(self._share / self._num_parts, loss.dtype) if loss.shape.rank else loss), num_rows
+        if loss.shape.rank:
+            loss = loss * tf.cast(self._share / self._num_parts, loss.dtype)
+        return loss, num_rows
 
     @property
     def _num_parts(self) -> Any:
@@ -128,9 +132,11 @@ class LossWeights:
             return 1.0  # its divisor is unknown
         if loss.reduction in ("sum", "none", None):
             return tf.math.divide_no_nan(self._num_parts, share)
-        is_weighted = loss.reduction == "mean_with_sample_weight" and sample_weight is not None
+        if loss.reduction != "mean_with_sample_weight":
+            sample_weight = None
+        is_weighted = sample_weight is not None
         values = _Ones(loss)
-        divisor = values(y_true, y_pred, sample_weight if is_weighted else None)
+        divisor = values(y_true, y_pred, sample_weight)
         is_masked = any(getattr(leaf, "_keras_mask", None) is not None for leaf in keras.tree.flatten(y_pred))
         if not values.shape or (not is_weighted and not is_masked and None not in values.shape[1:]):
             return 1.0

@@ -26,6 +26,7 @@ from ringtrain.hvd import train_step
 from ringtrain.hvd.keras_patches import innermost
 from ringtrain.hvd.reduction import scaled
 from ringtrain.hvd.step_timing import PLACE
+from ringtrain.optim import own_step
 from ringtrain.optim.kept_gradients import LossIsKnown
 from ringtrain.optim.step import Step
 from ringtrain.optim.sums import StepResult, reduced_by_dtype
@@ -41,8 +42,10 @@ class Node(NamedTuple):
 def own_nodes(num: int, rank: int, size: int) -> list[Node]:
     """Largest parts of the tree over `num` virtual ranks that one rank can add up by itself, in order."""
     nodes = _leaves(num, rank, size)
-    while pairs := _pairs(nodes):
+    pairs = _pairs(nodes)
+    while pairs:
         nodes = _joined(nodes, pairs)
+        pairs = _pairs(nodes)
     return sorted(nodes, key=_begin)
 
 
@@ -58,29 +61,44 @@ def _begin(node: Node) -> int:
 
 def _pairs(nodes: Sequence[Node]) -> list[tuple[Node, Node]]:
     """Neighbours under the same node of the tree."""
-    firsts = (node for node in nodes if node.place % 2 == 0)
-    pairs = ((node, Node(node.width, node.place + 1)) for node in firsts)
-    return [pair for pair in pairs if pair[1] in nodes]
+    pairs = []
+    for node in nodes:
+        next_node = Node(node.width, node.place + 1)
+        if node.place % 2 == 0 and next_node in nodes:
+            pairs.append((node, next_node))
+    return pairs
 
 
 def _joined(nodes: Sequence[Node], pairs: Sequence[tuple[Node, Node]]) -> list[Node]:
     """The sums of the pairs, then the other nodes."""
     sums = [Node(2 * first.width, first.place // 2) for first, _ in pairs]
-    return [*sums, *(node for node in nodes if all(node not in pair for pair in pairs))]
+    return [*sums, *_unpaired(nodes, pairs)]
+
+
+def _unpaired(nodes: Sequence[Node], pairs: Sequence[tuple[Node, Node]]) -> list[Node]:
+    paired = set(itertools.chain(*pairs))
+    return [node for node in nodes if node not in paired]
 
 
 def added(rows: tf.Tensor, nodes: Sequence[Node]) -> tf.Tensor:
     """Adds up rows [nodes, n] as far as they are neighbours in the tree; returns the sums of `own_nodes`, in order."""
     # One addition of gathered rows per level: TensorFlow would replace (a + b) + (c + d) by a sum from the left.
     known = list(nodes)
-    while pairs := _pairs(known):
-        left, right = ([known.index(node) for node in side] for side in zip(*pairs, strict=True))
-        rest = [number for number, node in enumerate(known) if all(node not in pair for pair in pairs)]
+    pairs = _pairs(known)
+    while pairs:
+        left = [known.index(node) for node, _ in pairs]
+        right = [known.index(node) for _, node in pairs]
+        rest = [known.index(node) for node in _unpaired(known, pairs)]
         sums = tf.gather(rows, left) + tf.gather(rows, right)
-        rows = tf.concat([sums, tf.gather(rows, rest)], 0) if rest else sums
+        if rest:
+            sums = tf.concat([sums, tf.gather(rows, rest)], 0)
+        rows = sums
         known = _joined(known, pairs)
-    order = sorted(range(len(known)), key=lambda number: _begin(known[number]))
-    return rows if order == [*range(len(known))] else tf.gather(rows, order)
+        pairs = _pairs(known)
+    order = [known.index(node) for node in sorted(known, key=_begin)]
+    if order == list(range(len(known))):
+        return rows
+    return tf.gather(rows, order)
 
 
 def sum_of_all(rows: tf.Tensor, num: int, reduction: Any) -> tf.Tensor:
@@ -89,7 +107,9 @@ def sum_of_all(rows: tf.Tensor, num: int, reduction: Any) -> tf.Tensor:
     rows = added(rows, _leaves(num, rank, size))
     if size == 1:
         return rows[0]
-    nodes = [node for other in range(size) for node in own_nodes(num, other, size)]
+    nodes: list[Node] = []
+    for other in range(size):
+        nodes += own_nodes(num, other, size)
     columns = added(reduction.exchange_columns(rows), nodes)
     return reduction.gather_parts([columns[0]])[0][: tf.shape(rows)[1]]
 
@@ -99,8 +119,8 @@ def check_order(model: keras.Model, num: int) -> None:
     reduction = innermost(model.optimizer).reduction
     rows = np.random.default_rng(num).normal(size=(num, 61)).astype(np.float32)
     rank, size = reduction.place()
-    own = Parts.of_rank(rank, size, num).numbers
-    total = sum_of_all(tf.constant(rows[own.start : own.stop]), num, reduction).numpy()
+    virtual_ranks = Parts.of_rank(rank, size, num).numbers
+    total = sum_of_all(tf.constant(rows[virtual_ranks.start : virtual_ranks.stop]), num, reduction).numpy()
     while len(rows) > 1:
         rows = rows[0::2] + rows[1::2]
     if total.tobytes() != rows[0].tobytes():
@@ -156,7 +176,9 @@ class SumsOverVirtualRanks:
             return divisors()
         # In a graph of its own, of which nothing is left if there are no divisors.
         traced = tf.function(divisors, autograph=False).get_concrete_function()
-        return list(traced()) if self._divisors else []
+        if not self._divisors:
+            return []
+        return list(traced())
 
     def numbers(self, step: Step) -> Sequence[int]:
         rank, size = step.reduction.place()
@@ -164,10 +186,10 @@ class SumsOverVirtualRanks:
 
     def totals(self, step: Step, parts: Sequence[StepResult]) -> StepResult:
         reduction = step.reduction
-        given = [place for place, gradient in enumerate(parts[0].gradients) if gradient is not None]
+        places = [index for index, gradient in enumerate(parts[0].gradients) if gradient is not None]
         rows = []
         for number, part in zip(self.numbers(step), parts, strict=True):
-            row = [tf.convert_to_tensor(part.gradients[place]) for place in given]  # also of an embedding's rows
+            row = [tf.convert_to_tensor(part.gradients[index]) for index in places]  # also of an embedding's rows
             if part.share is not None:
                 row = [scaled(gradient, part.share) for gradient in row]
             for values in part.summands(is_first=number == 0):
@@ -178,10 +200,10 @@ class SumsOverVirtualRanks:
             return reduced_by_dtype(rows, lambda parts: sum_of_all(parts, self.num, reduction))
 
         sums = iter(PLACE.reducing(reduction.place()[1], rows, reduce))
-        gradients: list[Any] = [None] * len(step.weights)
-        for place in given:
-            gradients[place] = next(sums) / self.num
-        PLACE.note("reduced", [gradients[place] for place in given])
+        gradients = list(parts[0].gradients)
+        for index in places:
+            gradients[index] = next(sums) / self.num
+        PLACE.note("reduced", [gradients[index] for index in places])
         moving = [next(sums) / self.num for _ in step.moving]
         counters = [next(sums) for _ in step.counters]
         metrics = [next(sums) for _ in step.metrics]
@@ -222,13 +244,15 @@ def refuse_unlike(model: keras.Model, batch: Any) -> None:
     graph = tf.function(model.train_step, autograph=False).get_concrete_function(batch).graph
     if not had_one:
         hvd.forget_global_seed()
-    source = "keras.random" if any(outside is state.value.handle for outside, _ in graph.captures) else ""
-    nodes = graph.as_graph_def()
-    functions = (node for function in nodes.library.function for node in function.node_def)
-    drawn = next((node.op for node in (*nodes.node, *functions) if DRAWS.match(node.op)), "")
-    if source or drawn:
+    source = ""
+    drawn = [operation for operation in own_step.operations(graph) if DRAWS.match(operation)]
+    if drawn:
+        source = f"tf.random ({drawn[0]})"
+    if any(outside is state.value.handle for outside, _ in graph.captures):
+        source = "keras.random"
+    if source:
         raise ConfigError(
-            f"train.virtual_ranks: {type(model).__name__} draws numbers of {source or f'tf.random ({drawn})'} without a"
+            f"train.virtual_ranks: {type(model).__name__} draws numbers of {source} without a"
             " seed of their own, which would be others on another number of ranks: pass"
             " seed=a keras.random.SeedGenerator that is an attribute of the layer"
         )

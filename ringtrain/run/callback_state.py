@@ -24,6 +24,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from ringtrain import hvd
+from ringtrain.hvd.keras_patches import slots_of
 from ringtrain.run.model_state import Arrays
 
 NO_STATE = ("_model", "params", "min_delta")
@@ -54,14 +55,18 @@ class CallbackState:
 
     def __init__(self, callbacks: Sequence[keras.callbacks.Callback], model: Any = None) -> None:
         self.callbacks, self.model = callbacks, model
-        self._first = [{name: one[0] for name, one in self._saved(number).items()} for number in range(len(callbacks))]
+        self._first: list[dict[str, bytes]] = []
+        """digests of the attributes, by callback"""
+        for number in range(len(callbacks)):
+            self._first.append({name: digest for name, (digest, _, _) in self._saved(number).items()})
         self._unsaved: list[dict[str, Any]] = []
         self._reported: set[str] = set()
 
     def begin(self) -> None:
         """Notes what cannot be saved, after callbacks have prepared their training."""
         saved = [self._saved(number) for number in range(len(self.callbacks))]
-        self._unsaved = [self._unsavable(*pair) for pair in zip(self.callbacks, saved, strict=True)]
+        pairs = zip(self.callbacks, saved, strict=True)
+        self._unsaved = [self._unsavable(callback, values) for callback, values in pairs]
 
     def save(self) -> tuple[list[dict[str, Any]], Arrays]:
         """Returns plain values by callback, and arrays apart, each under a name."""
@@ -141,8 +146,7 @@ def variables_of(model: Any) -> set[int]:
     """Ids of all variables of a model and its optimizers."""
     if model is None:
         return set()
-    slots = [variable for optimizer in hvd.optimizers_of(model) for variable in getattr(optimizer, "variables", ())]
-    return {id(variable) for variable in (*model.variables, *slots)}
+    return {id(variable) for variable in (*model.variables, *slots_of(model))}
 
 
 def values_of(callback: Any, known: set[int], prefix: str) -> Values:
@@ -197,7 +201,7 @@ def encoded(value: Any, known: set[int], prefix: str, arrays: Arrays, with_texts
     if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
         return {"tensor": put(value.numpy())}
     if isinstance(value, KERAS_OBJECTS):
-        return {"variables": [put(one.numpy()) for one in _variables_in(value, known)]}
+        return {"variables": [put(variable.numpy()) for variable in _variables_in(value, known)]}
     raise TypeError(type(value).__name__)
 
 
@@ -238,14 +242,18 @@ def loaded_callbacks(states: Sequence[Mapping[str, Any]], arrays: Mapping[str, N
             content = value_of(content)
         return {kind: content, **dict(more)}
 
-    return [{**one, "values": {name: value_of(value) for name, value in one["values"].items()}} for one in states]
+    loaded = []
+    for state in states:
+        values = {name: value_of(value) for name, value in state["values"].items()}
+        loaded.append({**state, "values": values})
+    return loaded
 
 
 def restore_callbacks(callbacks: Sequence[keras.callbacks.Callback], states: Sequence[Mapping[str, Any]]) -> None:
     """Sets the loaded values; callbacks of one class must have the same order as when they were saved."""
     left = list(states)
     for callback in callbacks:
-        state = next((one for one in left if one["class"] == type(callback).__name__), None)
+        state = next((state for state in left if state["class"] == type(callback).__name__), None)
         if state:
             left.remove(state)
             _set(callback, state["values"])
@@ -271,7 +279,7 @@ def _decoded(value: Any, current: Any, known: set[int]) -> Any:
     if isinstance(value, list):
         is_alike = isinstance(current, list | tuple | collections.deque) and len(current) == len(value)
         if not is_alike:
-            current = [None] * len(value)
+            current = [None for _ in value]
         pairs = zip(value, current, strict=True)
         return [_decoded(part, inner, known) for part, inner in pairs]
     if not isinstance(value, dict):
@@ -279,12 +287,14 @@ def _decoded(value: Any, current: Any, known: set[int]) -> Any:
     (kind, content), *_ = value.items()
     if kind in CONTAINERS:
         parts = _decoded(content, current, known)
-        return collections.deque(parts, value["maxlen"]) if kind == "deque" else CONTAINERS[kind](parts)
+        if kind == "deque":
+            return collections.deque(parts, value["maxlen"])
+        return CONTAINERS[kind](parts)
     if kind in ("dict", "items"):
         inner = current if isinstance(current, dict) else {}
         if kind == "items":
-            content = {_decoded(key, None, known): one for key, one in content}
-        result = {key: _decoded(one, inner.get(key), known) for key, one in content.items()}
+            content = {_decoded(key, None, known): part for key, part in content}
+        result = {key: _decoded(part, inner.get(key), known) for key, part in content.items()}
         if type(inner) is dict:
             return result
         inner = copy.copy(inner)  # such as a defaultdict
@@ -294,29 +304,42 @@ def _decoded(value: Any, current: Any, known: set[int]) -> Any:
     if kind == "tensor":
         return tf.constant(content)
     if kind == "variable":
-        if isinstance(current, tf.Variable | keras.Variable) and tuple(current.shape) == content.shape:
-            current.assign(content)
-            return current
-        return keras.Variable(content, dtype=str(content.dtype)) if value["is_keras"] else tf.Variable(content)
+        return _variable(content, current, value["is_keras"])
     if kind == "variables":
-        variables = []
-        if isinstance(current, KERAS_OBJECTS):
-            variables = _variables_in(current, known)
-        if [tuple(variable.shape) for variable in variables] != [array.shape for array in content]:
-            print("ringtrain: a callback's object has other variables than were saved: not restored", file=sys.stderr)
-            return current
-        for variable, array in zip(variables, content, strict=True):
-            variable.assign(array)
+        _set_variables(current, content, known)
         return current
     return content
+
+
+def _variable(content: NDArray[Any], current: Any, is_keras: bool) -> Any:
+    """The current variable with a saved value, or a new one if it has another shape."""
+    if isinstance(current, tf.Variable | keras.Variable) and tuple(current.shape) == content.shape:
+        current.assign(content)
+        return current
+    if is_keras:
+        return keras.Variable(content, dtype=str(content.dtype))
+    return tf.Variable(content)
+
+
+def _set_variables(current: Any, arrays: Sequence[NDArray[Any]], known: set[int]) -> None:
+    """Sets the variables in an object, such as a metric, unless it has other ones than were saved."""
+    variables = []
+    if isinstance(current, KERAS_OBJECTS):
+        variables = _variables_in(current, known)
+    if [tuple(variable.shape) for variable in variables] != [array.shape for array in arrays]:
+        print("ringtrain: a callback's object has other variables than were saved: not restored", file=sys.stderr)
+        return
+    for variable, array in zip(variables, arrays, strict=True):
+        variable.assign(array)
 
 
 class Snapshot:
     """Values of a model, its optimizers and callbacks, to which they can return."""
 
     def __init__(self, model: Any, callbacks: Sequence[keras.callbacks.Callback]) -> None:
-        slots = [variable for optimizer in hvd.optimizers_of(model) for variable in optimizer.variables]
-        self._variables = [part for variable in (*model.variables, *slots) for part in hvd.copies_of(variable)]
+        self._variables: list[Any] = []
+        for variable in (*model.variables, *slots_of(model)):
+            self._variables += hvd.copies_of(variable)
         self._arrays = [variable.numpy() for variable in self._variables]
         self._callbacks, self._known = callbacks, variables_of(model)
         self._attributes = [dict(vars(callback)) for callback in callbacks]
@@ -349,8 +372,12 @@ def unchanged_afterwards(model: Any, callbacks: Sequence[keras.callbacks.Callbac
 def _attributes_of_keras(callback: keras.callbacks.Callback) -> set[str]:
     """Names that the methods of Keras' own classes use, which a callback may derive from."""
     classes = [kind for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] == "keras"]
-    methods = [method for kind in classes for method in vars(kind).values() if isinstance(method, types.FunctionType)]
-    return {name for method in methods for name in method.__code__.co_names}
+    names: set[str] = set()
+    for kind in classes:
+        for attribute in vars(kind).values():
+            if isinstance(attribute, types.FunctionType):
+                names.update(attribute.__code__.co_names)
+    return names
 
 
 def content_of(value: Any) -> Any:

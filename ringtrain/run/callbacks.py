@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -38,19 +38,20 @@ class Callbacks:
         self.trackers = hvd.run_together(lambda: trackers.Trackers(wanted, dataclasses.asdict(run.numbers), run.folder))
         self.recorder = tracking.Recorder(run, progress) if run.rank == 0 else None
         last = [run.last_callback(run)] if run.last_callback else []
-        self.ordered = [
+        ordered: list[Any] = [
             run.clock,  # counts the step, which all others read
-            *([run.step_timer] if run.step_timer else []),  # ends the step's time before the others take theirs
+            run.step_timer,  # ends the step's time before the others take theirs
             self.evaluation,  # replaces this rank's metrics with those of all ranks, before they are read
             *run.users_callbacks,  # may add metrics and ask for the end
-            *([self.recorder] if self.recorder else []),  # records what the callbacks above have added
+            self.recorder,  # records what the callbacks above have added
             self.plateau,  # judges the epoch's metrics, and may ask for the end
             self.stop,  # agrees on all requests to stop, and that the loss is finite, before anything is saved
             self.in_sync,  # ranks that have diverged save nothing
             self.saver,  # saves a state on which all ranks agree
-            *([inject] if run.source.faults else []),  # breaks what is complete
+            inject if run.source.faults else None,  # breaks what is complete
             *last,  # an elastic commit interrupts training: nothing may follow it
         ]
+        self.ordered = [callback for callback in ordered if callback is not None]
         measure = ForScript.from_environment().measure
         if measure:  # with the time that all others take
             self.ordered.append(measuring.Measuring(run, measuring.Measure(**measure)))

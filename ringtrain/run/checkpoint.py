@@ -154,16 +154,16 @@ def _verify(folder: Path) -> Checkpoint:
 
 def step_of(name: str) -> int:
     """Returns the step of a checkpoint from the name of its folder; -1 if it is none."""
-    found = NAME.fullmatch(name)
-    return int(found[1]) if found else -1
+    match = NAME.fullmatch(name)
+    return int(match[1]) if match else -1
 
 
 def saved_in(folder: Path) -> list[Path]:
     """Returns the checkpoint folders of a run, newest first, including incomplete ones."""
     # Not glob, which treats an unreadable folder as empty.
     names = os.listdir(folder) if folder.is_dir() else []
-    found = [folder / name for name in names if NAME.fullmatch(name)]
-    return sorted(found, key=lambda path: step_of(path.name), reverse=True)
+    folders = [folder / name for name in names if NAME.fullmatch(name)]
+    return sorted(folders, key=lambda path: step_of(path.name), reverse=True)
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -188,7 +188,9 @@ def prune(folder: Path, keep: int, best_by: str) -> None:
         if score is not None:
             scores[path] = score
     # The oldest of equal scores: within an epoch, a checkpoint still has the metrics of the previous epoch.
-    best = max(reversed(paths), key=lambda path: scores.get(path, -math.inf), default=None) if scores else None
+    best = None
+    if scores:
+        best = max(reversed(paths), key=lambda path: scores.get(path, -math.inf))
     for path in paths[keep:]:
         if path != best:
             _remove(path)

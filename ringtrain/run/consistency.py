@@ -278,8 +278,10 @@ def complete_summary(
 
     # It has ended by its options: after its last step, or by a rule such as train.patience.
     config, folder = process.config, process.lock.folder
-    accuracy = start.metrics.get(accuracy_name, 0.0)
-    ended_by = "" if is_trained else stopping.reason_to_stop(config, start.monitored, accuracy)
+    ended_by = ""
+    if not is_trained:
+        accuracy = start.metrics.get(accuracy_name, 0.0)
+        ended_by = stopping.reason_to_stop(config, start.monitored, accuracy)
 
     def read() -> Mapping[str, Any]:
         if hvd.rank() or folder is None or Path(start.source).parent != folder / "checkpoints":
@@ -289,11 +291,15 @@ def complete_summary(
         of_script = "script" in summary
         is_ended = of_script and summary["stopped_by"] == console.A_CALLBACK
         # It is complete with all its files only; an export that has failed is tried again.
-        exported = ["model.keras", *(["saved_model"] if config.checkpoint.saved_model else [])]
+        exported = ["model.keras"]
+        if config.checkpoint.saved_model:
+            exported.append("saved_model")
         has_all = "not_exported" not in summary and all((folder / name).exists() for name in exported)
         has_all = has_all or (of_script and checkpoint.result_step(folder) == start.global_step)
         has_all = has_all and summary.get("global_step") == start.global_step
-        return summary if has_all and (is_trained or ended_by or is_ended) else {}
+        if has_all and (is_trained or ended_by or is_ended):
+            return summary
+        return {}
 
     summary: Mapping[str, Any] = hvd.broadcast_object(hvd.run_together(read), root_rank=0, name="ringtrain_complete")
     if summary and folder is not None:
@@ -316,7 +322,9 @@ def make_folder(process: Process, numbers: Numbers, start: Start) -> Path:
     config, lock = process.config, process.lock
 
     # On rank 0, whose clock names it; with the lock, so that no second job can take it.
-    def make() -> Path:
+    def make() -> Path | None:
+        if hvd.rank():
+            return None
         name = config.run.name or run_folder.default_name(config.data.name)
         folder = run_folder.create_folder(
             Path(config.run.directory),
@@ -331,11 +339,15 @@ def make_folder(process: Process, numbers: Numbers, start: Start) -> Path:
         return folder
 
     # The others get its name. Checkpoints after the one that training resumes from belong to a past that is left.
-    made = hvd.run_together(make if hvd.rank() == 0 else lambda: None)
+    made = hvd.run_together(make)
     folder: Path = hvd.broadcast_object(made, root_rank=0, name="ringtrain_folder")
     if hvd.rank() == 0 and process.is_first:
         failures.report_run(folder.name)
     if start.source:
-        saved = folder / "checkpoints"
-        hvd.run_together(lambda: checkpoint.remove_after(saved, start.global_step) if hvd.rank() == 0 else None)
+
+        def remove_later() -> None:
+            if hvd.rank() == 0:
+                checkpoint.remove_after(folder / "checkpoints", start.global_step)
+
+        hvd.run_together(remove_later)
     return folder

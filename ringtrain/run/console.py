@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from ringtrain.config import changed_options, without_effect
-from ringtrain.derived import Numbers, in_words
+from ringtrain.config import changed_options
+from ringtrain.derived import Numbers, in_words, without_effect
 from ringtrain.monitor.journal import duration
 from ringtrain.optim import schedules
 from ringtrain.protocol.env import HOST_SLOTS
@@ -56,7 +56,9 @@ def terminal_of(process: Process) -> Console:
     """Returns this rank's console, which is quiet if the run is."""
     from ringtrain import hvd
 
-    return console_for(1 if process.source.is_quiet else hvd.rank())
+    if process.source.is_quiet:
+        return console_for(1)
+    return console_for(hvd.rank())
 
 
 def console_for(rank: int) -> Console:
@@ -110,7 +112,9 @@ class _StderrAboveBar(io.TextIOBase):
     def write(self, text: str) -> int:
         """Shows complete lines and keeps the rest."""
         *lines, rest = (self._unfinished + text).split("\n")
-        self._unfinished = _as_last_written(rest) + ("\r" if rest.endswith("\r") else "")
+        self._unfinished = _as_last_written(rest)
+        if rest.endswith("\r"):
+            self._unfinished += "\r"
         for line in map(_as_last_written, lines):
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
             self.to_log(line)
@@ -187,7 +191,9 @@ class Progress:
 
 def speed(images_per_s: float) -> str:
     """Formats a speed, e.g. "1,234 images/s". A run of one step has none: the first step is not measured."""
-    return f"{images_per_s:,.0f} images/s" if math.isfinite(images_per_s) else "too short to measure speed"
+    if not math.isfinite(images_per_s):
+        return "too short to measure speed"
+    return f"{images_per_s:,.0f} images/s"
 
 
 def show_plan(
@@ -202,12 +208,17 @@ def show_plan(
     rates = schedules.in_words(schedules.schedule_of(config, numbers), numbers.steps_per_epoch)
     of_numbers = in_words(config, numbers, len(strategy.of_others))
     options = ", ".join(f"{name}={value}" for name, value in changed_options(config).items()) or "defaults"
-    notes = {"note" + " " * number: sentence for number, sentence in enumerate(without_effect(config))}
+    notes: dict[str, str] = {}
+    for sentence in without_effect(config):
+        key = "note".ljust(len("note") + len(notes))  # no row may have the key of another
+        notes[key] = sentence
     # The name of a strategy that no other row says, with what a user must know.
     name = config.strategy.name
-    named = {}
+    named: dict[str, str] = {}
     if name not in ("ring", strategy.copies_name):
-        named["strategy"] = name + ("; its servers obey every user of these hosts" if strategy.over_grpc else "")
+        named["strategy"] = name
+        if strategy.over_grpc:
+            named["strategy"] += "; its servers obey every user of these hosts"
     shown = {
         **placement,
         "data": f"{config.data.name}: {numbers.num_train:,} to train, {numbers.num_test:,} to test",
@@ -243,15 +254,14 @@ def show_complete(console: Console, folder: Path, summary: Mapping[str, Any], en
     elif summary["config"]["schedule"]["name"] in ("cosine", "polynomial"):
         more = "give another --run.name: its learning rate depends on --train.epochs"
     elif "script" in summary:
-        ended = f"{summary['stopped_by']} ended it: " if summary["stopped_by"] else "raise epochs, or "
-        more = f"{ended}give another name"
-    accuracy = summary["test_accuracy"]
-    rows = {
-        "complete": f"since {since}, after step {summary['global_step']:,}",
-        **({} if accuracy is None else {"test accuracy": f"{accuracy:.2%}"}),
-        "to train more": more,
-        "unchanged": str(folder),
-    }
+        more = "raise epochs, or give another name"
+        if summary["stopped_by"]:
+            more = f"{summary['stopped_by']} ended it: give another name"
+    rows = {"complete": f"since {since}, after step {summary['global_step']:,}"}
+    if summary["test_accuracy"] is not None:
+        rows["test accuracy"] = f"{summary['test_accuracy']:.2%}"
+    rows["to train more"] = more
+    rows["unchanged"] = str(folder)
     _show_rows(console, rows)
 
 
@@ -278,7 +288,7 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proo
     rows["time"] = f"{duration(summary['fit_s'])} of training, {duration(total_s)} in all"
     rows |= waiting(summary.get("ranks", ()))
     if failed:
-        rows["not saved"] = "; ".join(one["error"] for one in failed)
+        rows["not saved"] = "; ".join(save["error"] for save in failed)
     if "not_exported" in summary:
         rows["not exported"] = summary["not_exported"]
     if restarts:
@@ -309,16 +319,16 @@ def _metrics_rows(metrics: Mapping[str, Any]) -> dict[str, str]:
 
 def waiting(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Rows about the shares of the steps that ranks wait for data and for each other, where they are large."""
-    measured = [one for one in ranks if _is_measured(one)]
-    totals = [one["totals"] for one in measured]
-    input_shares = [one["input_s"] / one["step_s"] for one in totals]
-    wait_shares = [one["wait_s"] / one["step_s"] for one in totals]
+    measured = [entry for entry in ranks if _is_measured(entry)]
+    totals = [entry["totals"] for entry in measured]
+    input_shares = [entry["input_s"] / entry["step_s"] for entry in totals]
+    wait_shares = [entry["wait_s"] / entry["step_s"] for entry in totals]
     rows = {}
     if max(input_shares, default=0.0) >= MIN_INPUT_SHARE:
         rows["input"] = f"a rank waits {max(input_shares):.0%} of its steps for data: docs/performance.md"
     # One process has no allreduce, and may use the same cores.
-    on_one_host = len({one["host"] for one in measured}) == 1 < len(measured)
-    on_cpus = all(one["device"].startswith("CPU") for one in measured)
+    on_one_host = len({entry["host"] for entry in measured}) == 1 < len(measured)
+    on_cpus = all(entry["device"].startswith("CPU") for entry in measured)
     if on_one_host and on_cpus and min(wait_shares) >= MIN_WAIT_SHARE:
         rows["allreduce"] = f"ranks wait {min(wait_shares):.0%} of their steps for it: docs/performance.md"
     return rows
@@ -335,12 +345,12 @@ def show_ranks(console: Console, ranks: Sequence[Mapping[str, Any]], slow: Seque
     console.print()
     parts = ("step", "input", "compute", "callbacks", "wait")
     _line_of(console, "ms per step", ["host", *parts])
-    for one in ranks:
-        figures = [f"{1000 * one[f'{part}_s']:.1f}" for part in parts]
-        title = f"rank {one['rank']}"
-        if one["rank"] in slow:
+    for entry in ranks:
+        figures = [f"{1000 * entry[f'{part}_s']:.1f}" for part in parts]
+        title = f"rank {entry['rank']}"
+        if entry["rank"] in slow:
             title += " slow"
-        _line_of(console, title, [one["host"], *figures])
+        _line_of(console, title, [entry["host"], *figures])
 
 
 def _line_of(console: Console, first: str, cells: Sequence[str]) -> None:

@@ -153,9 +153,9 @@ def pin(
         if one_thread and pinning.gpu is not None:
             tf.config.experimental.enable_op_determinism()
         if pinning.gpu is not None:
-            own = range(pinning.gpu, pinning.gpu + num_devices)
-            tf.config.set_visible_devices([gpus[index] for index in own], "GPU")
-            for index in own:
+            of_rank = range(pinning.gpu, pinning.gpu + num_devices)
+            tf.config.set_visible_devices([gpus[index] for index in of_rank], "GPU")
+            for index in of_rank:
                 _limit_memory(gpus[index], index, pinning)
         elif num_devices > 1:
             (cpu,) = tf.config.list_physical_devices("CPU")

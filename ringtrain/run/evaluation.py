@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ringtrain import data, hvd
 from ringtrain.errors import DataError
-from ringtrain.optim.step import seed_of
+from ringtrain.optim.step import flat_logs, seed_of
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
@@ -35,7 +35,7 @@ class Evaluation(keras.callbacks.Callback):
         self.own = range(*data.part_of(self.num_shards, run.rank, run.size))
         """numbers of this rank's shards: one, or one per virtual rank"""
         num_test, rows = run.numbers.num_test, batch_size or run.numbers.batch_size
-        self.shards = [data.evaluation_shard(num_test, one, self.num_shards, batch_size or 1) for one in self.own]
+        self.shards = [data.evaluation_shard(num_test, number, self.num_shards, batch_size or 1) for number in self.own]
         self.batches = [data.evaluation_batches(self.test, shard, rows) for shard in self.shards if num_test]
         self.seconds = 0.0
         self.logs: dict[str, Any] = {}
@@ -75,7 +75,8 @@ class Evaluation(keras.callbacks.Callback):
         """
         has_state = shard == 0 or not hvd.is_shared(self.model)
         for variable, value in zip(self.model.metrics_variables, self.of_rank, strict=True):
-            variable.assign(value if has_state else np.zeros_like(value))
+            sums = value if has_state else np.zeros_like(value)
+            variable.assign(sums)
 
     @hvd.during("evaluate")
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -94,10 +95,10 @@ class Evaluation(keras.callbacks.Callback):
         num_samples = sum(map(self.test.num_readable, self.shards))
         values = parts[0]
         if self.run.config.train.virtual_ranks:  # a row each: their sum does not depend on the number of ranks
-            values = [np.zeros((self.num_shards, *one.shape)) for one in parts[0]]
+            values = [np.zeros((self.num_shards, *sums.shape)) for sums in parts[0]]
             for number, part in zip(self.own, parts, strict=True):
-                for rows, one in zip(values, part, strict=True):
-                    rows[number] = one
+                for rows, sums in zip(values, part, strict=True):
+                    rows[number] = sums
         metrics = self.summed(num_samples, values)
         logs |= {f"{self.run.validation.prefix}{name}": value for name, value in metrics.items()}
         self.seconds += time.perf_counter() - begin_s
@@ -106,8 +107,9 @@ class Evaluation(keras.callbacks.Callback):
         """Replaces an epoch's logs that are no metrics by their means over the ranks. Collective."""
         others = {name: value for name, value in logs.items() if name not in metrics}
         if hvd.is_shared(self.model):  # each rank has those of all, whose mean would be rounded
-            numbers = {name: np.asarray(value) for name, value in others.items() if _is_numeric(value)}
-            logs |= {name: float(value) if value.ndim == 0 else value for name, value in numbers.items()}
+            for name, value in others.items():
+                if _is_numeric(value):
+                    logs[name] = _number(value)
             return
         means, unlike = means_over_ranks(others)
         for name in unlike & logs.keys():
@@ -217,27 +219,27 @@ def over_all_ranks(
 
     `values`: of the metrics on this rank, or rows of which they are the sum. None: what the metrics hold.
     """
-    variables, of_rank = model.metrics_variables, states_of_metrics(model) if values is None else values
+    of_rank = states_of_metrics(model) if values is None else values
     sums, total_samples = of_rank, np.array(num_samples)
     if values is not None or not hvd.is_shared(model):  # else each rank has those of all
         with hvd.during("reduce"):
             *sums, total_samples = sums_over_ranks([*of_rank, total_samples], "ringtrain_metrics")
     if not total_samples:
         raise DataError("none of the samples could be read: those that were skipped are named in the run's logs/")
-    for variable, total in zip(variables, sums, strict=True):
+    for variable, total in zip(model.metrics_variables, sums, strict=True):
         if total.ndim > len(variable.shape):
             total = total.sum(axis=0)
         variable.assign(total)
-    metrics = {name: keras.ops.convert_to_numpy(value) for name, value in _flat(model.get_metrics_result()).items()}
-    return {name: float(value) if np.ndim(value) == 0 else np.asarray(value) for name, value in metrics.items()}
+    metrics = flat_logs(model.get_metrics_result())
+    return {name: _number(keras.ops.convert_to_numpy(value)) for name, value in metrics.items()}
 
 
-def _flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics by name; one whose result is a dictionary gives several, under the names in it, as in Keras' logs."""
-    flat: dict[str, Any] = {}
-    for name, value in metrics.items():
-        flat |= _flat(value) if isinstance(value, Mapping) else {name: value}
-    return flat
+def _number(value: Any) -> Any:
+    """A float, or an array if the value has axes."""
+    array = np.asarray(value)
+    if array.ndim:
+        return array
+    return float(array)
 
 
 def _is_numeric(value: Any) -> bool:
@@ -252,7 +254,10 @@ def means_over_ranks(logs: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]
     """
     logs = {name: value for name, value in logs.items() if _is_numeric(value)}
     shapes = hvd.allgather_object({name: np.shape(value) for name, value in logs.items()}, name="ringtrain_shapes")
-    alike = [name for name in shapes[0] if all(of_rank.get(name) == shapes[0][name] for of_rank in shapes)]
+    alike = []
+    for name, shape in shapes[0].items():
+        if all(of_rank.get(name) == shape for of_rank in shapes):
+            alike.append(name)
     unlike = set().union(*shapes).difference(alike)
     logs = {name: logs[name] for name in alike}  # in one order on all ranks
     if not logs:
@@ -260,9 +265,21 @@ def means_over_ranks(logs: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]
     sums = sums_over_ranks([np.asarray(value) for value in logs.values()], "ringtrain_logs")
     means = {}
     for name, total in zip(logs, sums, strict=True):
-        mean = total / hvd.size()
-        means[name] = float(mean) if total.ndim == 0 else mean
+        means[name] = _number(total / hvd.size())
     return means, unlike
+
+
+def result_over_ranks(metric: keras.Metric) -> Any:
+    """Result of a metric over the rows of all ranks; the metric itself stays as it is on this rank. Collective."""
+    before = [variable.numpy() for variable in metric.variables]
+    try:
+        sums = sums_over_ranks(before, "ringtrain_result")
+        for variable, total in zip(metric.variables, sums, strict=True):
+            variable.assign(total)
+        return metric.result()
+    finally:
+        for variable, value in zip(metric.variables, before, strict=True):
+            variable.assign(value)
 
 
 def sums_over_ranks(arrays: Sequence[NDArray[Any]], name: str) -> list[NDArray[np.float64]]:

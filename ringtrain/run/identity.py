@@ -31,8 +31,8 @@ def used_optimizers(model: keras.Model) -> list[Any]:
     from ringtrain import hvd
 
     # One that is not built is that of a `compile` without arguments, which the script's own train_step does not use.
-    used = [one for one in hvd.optimizers_of(model) if one.built] or [model.optimizer]
-    return [getattr(one, "inner_optimizer", one) for one in used]
+    used = [optimizer for optimizer in hvd.optimizers_of(model) if optimizer.built] or [model.optimizer]
+    return [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in used]
 
 
 def of_compiled(model: keras.Model) -> dict[str, str]:
@@ -40,12 +40,12 @@ def of_compiled(model: keras.Model) -> dict[str, str]:
     import keras
 
     compiled = getattr(model, "_compile_config", None)
-    given = compiled.config if compiled else {}
-    described = {name: words_of(given.get(name)) for name in (*OF_LOSSES, *OF_METRICS)}
-    own = {name: value for name, value in vars(model).items() if isinstance(value, keras.Loss) and name[0] != "_"}
-    own.pop("loss", None)
-    if own:  # of a train_step
-        described["losses"] = words_of(own)
+    settings = compiled.config if compiled else {}
+    described = {name: words_of(settings.get(name)) for name in (*OF_LOSSES, *OF_METRICS)}
+    losses = {name: value for name, value in vars(model).items() if isinstance(value, keras.Loss) and name[0] != "_"}
+    losses.pop("loss", None)
+    if losses:  # of a train_step
+        described["losses"] = words_of(losses)
     return described
 
 
@@ -76,8 +76,11 @@ def content_of(dataset: tf.data.Dataset) -> str:
                 rows = np.asarray(tensor).reshape(len(tensor), -1).view(np.uint8)
                 width = math.gcd(8, rows.shape[1])  # as few and wide numbers as a row has
                 total = rows.view(f"u{width}").sum(dtype=np.uint64)
-                checksum, num_arrays = zlib.crc32(total.tobytes(), checksum), num_arrays + 1
-    return f"with checksum {checksum:08x} of {num_arrays} arrays" if num_arrays else ""
+                checksum = zlib.crc32(total.tobytes(), checksum)
+                num_arrays += 1
+    if not num_arrays:
+        return ""
+    return f"with checksum {checksum:08x} of {num_arrays} arrays"
 
 
 def words_of(value: Any) -> str:
@@ -93,7 +96,9 @@ def words_of(value: Any) -> str:
     if isinstance(value, Mapping):
         if {"class_name", "config"} <= set(value):  # as Keras writes objects
             config = value["config"]
-            return _named(value["class_name"], config) if isinstance(config, Mapping) else words_of(config)
+            if isinstance(config, Mapping):
+                return _named(value["class_name"], config)
+            return words_of(config)
         entries = [f"{key}: {words_of(value[key])}" for key in sorted(value, key=str)]
         return f"{{{', '.join(entries)}}}"
     if isinstance(value, list | tuple):
@@ -103,12 +108,14 @@ def words_of(value: Any) -> str:
         return _named(_name_of(function or type(value)), _settings(value))
     if isinstance(value, np.ndarray):
         return f"{value.shape} with checksum {zlib.crc32(value.tobytes()):08x}"
-    return _name_of(value if callable(value) else type(value))
+    if callable(value):
+        return _name_of(value)
+    return _name_of(type(value))
 
 
 def _named(name: str, config: Mapping[str, Any]) -> str:
-    given = {key: value for key, value in config.items() if key not in NO_SETTINGS and value != "sum_over_batch_size"}
-    settings = ", ".join(f"{key}={words_of(value)}" for key, value in sorted(given.items()))
+    shown = {key: value for key, value in config.items() if key not in NO_SETTINGS and value != "sum_over_batch_size"}
+    settings = ", ".join(f"{key}={words_of(value)}" for key, value in sorted(shown.items()))
     return f"{name}({settings})" if settings else name
 
 

@@ -69,10 +69,10 @@ def watch() -> None:
     os.dup2(sink, 2)
     os.close(sink)
 
-    own = os.getpid()
+    process = os.getpid()
 
     def finish() -> None:
-        if os.getpid() != own:
+        if os.getpid() != process:
             return  # a child process that inherited this handler
         # Python exits with code 120 if it cannot flush standard error, even if all else succeeded.
         with contextlib.suppress(BrokenPipeError):  # the watcher was killed

@@ -143,12 +143,12 @@ class Mirror:
 
     def _checkpoints(self) -> dict[str, bool]:
         """Names of the checkpoints there, in their order, and whether they have a manifest."""
-        found: dict[str, bool] = {}
+        is_there: dict[str, bool] = {}
         for path in self._find("checkpoints"):
             name, _, file = path.removeprefix("checkpoints/").partition("/")
             if checkpoint.NAME.fullmatch(name):
-                found[name] = found.get(name, False) or file == checkpoint.MANIFEST
-        return found
+                is_there[name] = is_there.get(name, False) or file == checkpoint.MANIFEST
+        return is_there
 
     def _fetch_checkpoint(self, name: str, local: Path) -> Path:
         final = local / f"step-{checkpoint.step_of(name):08d}"
@@ -309,8 +309,8 @@ class Mirror:
             except FileNotFoundError:
                 return []
 
-        found = with_retries(find, self.url, f"{self.url}: cannot be listed")
-        return [name.removeprefix(self.path).lstrip("/") for name in found if not name.endswith("/")]
+        files = with_retries(find, self.url, f"{self.url}: cannot be listed")
+        return [name.removeprefix(self.path).lstrip("/") for name in files if not name.endswith("/")]
 
     def _get(self, name: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

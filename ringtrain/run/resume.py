@@ -81,8 +81,10 @@ class Start:
 def started_again(config: Config, attempt: Attempt) -> Config:
     """Returns the configuration of a restarted run, which resumes in its own folder."""
     name = config.run.name or attempt.run_name
-    own = Path(config.run.directory) / name / "checkpoints"
-    resume = "auto" if attempt.number and name and checkpoint.saved_in(own) else config.run.resume
+    checkpoints = Path(config.run.directory) / name / "checkpoints"
+    resume = config.run.resume
+    if attempt.number and name and checkpoint.saved_in(checkpoints):
+        resume = "auto"
     return dataclasses.replace(config, run=dataclasses.replace(config.run, name=name, resume=resume))
 
 
@@ -106,21 +108,23 @@ def same_global_batch(config: Config, attempt: Attempt, size: int) -> Config:
 
 def source_of(config: Config) -> tuple[Path | None, bool]:
     """Returns the folder to resume from (None: start from scratch), and whether it must hold a checkpoint."""
-    resume, own = config.run.resume, Path(config.run.directory) / config.run.name
+    resume = config.run.resume
     if resume == "must" and not config.run.name:
         raise ConfigError("resume: got must, which needs the name of the run to resume: give --run.name as well")
+    if resume == "never" or (resume == "auto" and not config.run.name):
+        return None, False
     if resume in ("auto", "must"):
-        return (own if config.run.name else None), resume == "must"
-    return (None, False) if resume == "never" else (Path(resume), True)
+        return Path(config.run.directory) / config.run.name, resume == "must"
+    return Path(resume), True
 
 
 def has_left_its_source(config: Config) -> bool:
     """Returns whether a run that resumes from the path of another one has saved checkpoints of its own since."""
     if not config.run.name or config.run.resume in ("auto", "must", "never"):
         return False
-    own, source = (Path(config.run.directory) / config.run.name).resolve(), Path(config.run.resume).resolve()
-    is_another = source.exists() and own not in (source, *source.parents)
-    return is_another and bool(checkpoint.saved_in(own / "checkpoints"))
+    folder, source = (Path(config.run.directory) / config.run.name).resolve(), Path(config.run.resume).resolve()
+    is_another = source.exists() and folder not in (source, *source.parents)
+    return is_another and bool(checkpoint.saved_in(folder / "checkpoints"))
 
 
 class Clock(keras.callbacks.Callback):
@@ -194,8 +198,9 @@ class Clock(keras.callbacks.Callback):
 
     def add_saved_metrics(self) -> None:
         """Adds the sums of the epoch's steps before a resume to those of the metrics, once."""
-        states = zip(self.model.metrics_variables, self.metrics_state, strict=True) if self.metrics_state else ()
-        for variable, array in states:
+        if not self.metrics_state:
+            return
+        for variable, array in zip(self.model.metrics_variables, self.metrics_state, strict=True):
             variable.assign_add(array)
         self.metrics_state = ()
 
@@ -236,15 +241,20 @@ def restore(
     if newest is not None and resume_check.is_of_a_script(config):
         start = _in_epochs_of(start, newest, numbers)
         start = dataclasses.replace(start, is_ended=start.is_ended and resume_check.is_own(newest, config))
-    start, spec = hvd.broadcast_object(
-        (start, model_state.spec(by_rank[0]) if by_rank else []), 0, name="ringtrain_start"
-    )
+    spec: model_state.Spec = []
+    if by_rank:
+        spec = model_state.spec(by_rank[0])
+    start, spec = hvd.broadcast_object((start, spec), 0, name="ringtrain_start")
     hvd.broadcast_model(model, root_rank=0)
     if not spec:
         return start
     hvd.scatter_slots(hvd.optimizers_of(model), slots)
-    length = sum(model_state.num_bytes(*array) for one in spec for array in one.values())
-    rows = [model_state.packed(states) for states in by_rank] if by_rank else None
+    length = 0
+    for kinds in spec:
+        length += sum(model_state.num_bytes(dtype, shape) for dtype, shape in kinds.values())
+    rows = None
+    if by_rank:
+        rows = [model_state.packed(states) for states in by_rank]
     *own_states, metrics = model_state.unpacked(hvd.scatter_bytes(rows, length, name="ringtrain_own_state"), spec)
     hvd.global_seed(create=True)
     for copy, state in enumerate(own_states):
@@ -255,24 +265,25 @@ def restore(
 def _local_states(newest: checkpoint.Checkpoint, model: keras.Model, seed: int) -> list[list[Arrays]]:
     """Local state of each rank in a checkpoint: of its copies of the model, then its metrics."""
     size, copies = hvd.size(), hvd.num_copies(model)
-    own = model_state.by_rank(newest.arrays("ranks"), newest.manifest["num_ranks"])
+    of_ranks = model_state.by_rank(newest.arrays("ranks"), newest.manifest["num_ranks"])
     is_shared, was_shared = hvd.is_shared(model), newest.manifest.get("shared_state", False)
     if is_shared:
-        metrics = [model_state.metrics_state(own, 0, 0)] * size  # the sum of all, on each rank
-        own = own[:1] * size
+        metrics = [model_state.metrics_state(of_ranks, 0, 0)] * size  # the sum of all, on each rank
+        of_ranks = of_ranks[:1] * size
         same = True
     else:
-        metrics = [model_state.metrics_state(own, rank, size, copies) for rank in range(size)]
-        same = len(own) == size * copies and not was_shared
+        metrics = [model_state.metrics_state(of_ranks, rank, size, copies) for rank in range(size)]
+        same = len(of_ranks) == size * copies and not was_shared
     if newest.manifest["format"] == 1 or is_shared:  # in which only the seeds have the same indices
         seeds = [f"{index:05d}" for index in range(len(hvd.seeds(model)))]
-        own = [{place: arrays[place] for place in seeds if place in arrays} for arrays in own]
+        for rank, arrays in enumerate(of_ranks):
+            of_ranks[rank] = {key: arrays[key] for key in seeds if key in arrays}
     if not same:
-        first = own[:1] if was_shared else own  # there, all ranks have the same seeds
-        own = model_state.seeds_for(model, first, size * copies, seed, newest.global_step)
+        first = of_ranks[:1] if was_shared else of_ranks  # there, all ranks have the same seeds
+        of_ranks = model_state.seeds_for(model, first, size * copies, seed, newest.global_step)
     by_rank = []
     for rank in range(size):
-        states = own[rank * copies : (rank + 1) * copies]
+        states = of_ranks[rank * copies : (rank + 1) * copies]
         sums = {str(index): array for index, array in enumerate(metrics[rank])}
         by_rank.append([*states, sums])
     return by_rank
@@ -298,7 +309,8 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
         newest = checkpoint.verify(folder)
     else:
         inner = folder / "checkpoints"
-        newest, refused = checkpoint.newest(inner if inner.is_dir() else folder)
+        parent = inner if inner.is_dir() else folder
+        newest, refused = checkpoint.newest(parent)
     if newest is None and refused:
         raise CheckpointError(f"{folder}: no checkpoint verifies; {'; '.join(refused)}")
     if newest is None and must:
@@ -376,8 +388,8 @@ def restore_result(
             names.append("saved_model")
         if "not_exported" in summary or not all((folder / name).exists() for name in names):
             with contextlib.suppress(CheckpointError, OSError):
-                for stem, one in models.items():
-                    checkpoint.export(one, folder, saved_model, stem)
+                for stem, trained in models.items():
+                    checkpoint.export(trained, folder, saved_model, stem)
                 told = {name: value for name, value in summary.items() if name != "not_exported"}
                 run_folder.write_summary(folder, told)
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ringtrain.config import OPTIMIZERS, Config, option_types, value_of
+from ringtrain.config import Config, option_types, value_of
 from ringtrain.derived import Numbers, scaling_rule
 from ringtrain.errors import ConfigError
+from ringtrain.optimizer_kinds import OPTIMIZERS
 from ringtrain.run import checkpoint
 
 # Options that may change on resume. The others affect the result; the global batch is compared as a whole.
@@ -45,10 +46,14 @@ RATES = (SCALING, "optimizer.learning_rate", "optimizer.reference_batch_size", "
 
 def _anew(config: Config) -> str:
     """Returns a hint how to train from scratch instead."""
+    is_by_name = config.run.resume in ("auto", "must")
     if is_of_a_script(config):
-        is_by_name = config.run.resume in ("auto", "must")
-        return "give fit another name" if is_by_name else "leave out resume and load the weights of its model.keras"
-    return "give the run another --run.name" if config.run.resume in ("auto", "must") else "leave out --run.resume"
+        if is_by_name:
+            return "give fit another name"
+        return "leave out resume and load the weights of its model.keras"
+    if is_by_name:
+        return "give the run another --run.name"
+    return "leave out --run.resume"
 
 
 def is_of_a_script(config: Config) -> bool:
@@ -141,7 +146,8 @@ def require_same_job(
     if not different:
         return
     name = different[0]
-    source, option = newest.folder.parent.parent, "resume=" if is_of_a_script(config) else "--run.resume "
+    source = newest.folder.parent.parent
+    option = "resume=" if is_of_a_script(config) else "--run.resume "
     what = f"{name} {before[name]}, this run has {now[name]}"
     if "checksum" in now[name]:
         what = f"another {name.partition(' (')[0]}"

@@ -7,6 +7,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import socket
 import struct
 import sys
@@ -50,9 +51,7 @@ SCHEDULED_JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX")
 
 def default_name(data_name: str, now_s: float | None = None) -> str:
     """Returns the default name of a run, e.g. "digits-20261120-101500". `now_s`: Unix time; None: now."""
-    stem = ""
-    for letter in data_name:
-        stem += letter if letter.isalnum() or letter in "-_." else "-"
+    stem = re.sub(r"[^\w.-]", "-", data_name)
     return f"{stem}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now_s))}"
 
 
@@ -249,26 +248,26 @@ def _this_process() -> dict[str, Any]:
 
 def _is_elsewhere(holder: Mapping[str, Any]) -> bool:
     """Returns whether a lock's holder is on another host: by its name, or by its boot if two hosts share a name."""
-    own = _this_process()
-    return any(holder.get(key) not in (None, "", own[key]) for key in ("host", "boot"))
+    process = _this_process()
+    return any(holder.get(key) not in (None, "", process[key]) for key in ("host", "boot"))
 
 
 def _of_same_scheduled_job(holder: Mapping[str, Any]) -> bool:
     """Returns whether a lock's holder belongs to an earlier start of this process's scheduler job."""
-    own = _this_process()
-    if not own["job"] or holder.get("job") != own["job"]:
+    process = _this_process()
+    if not process["job"] or holder.get("job") != process["job"]:
         return False
     # Slurm counts requeues: with an equal count, the holder is another launch, which may still be training.
-    return "SLURM_JOB_ID" not in os.environ or holder.get("requeued") != own["requeued"]
+    return "SLURM_JOB_ID" not in os.environ or holder.get("requeued") != process["requeued"]
 
 
 def _holder(path: Path) -> dict[str, Any]:
     """Returns host, process and start time of a lock's holder, as far as known."""
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        lease = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return lease if isinstance(lease, dict) else {}
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:

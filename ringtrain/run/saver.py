@@ -124,13 +124,13 @@ class Saver(keras.callbacks.Callback):
         digests_of_copies = []
         for copies, _ in reports:
             digests_of_copies += copies
-        own = self._own_state(model_state.places_to_save(self.model, digests_of_copies))
+        of_rank = self._own_state(model_state.places_to_save(self.model, digests_of_copies))
         with hvd.during("reduce"):
             slots = hvd.gather_slots(hvd.optimizers_of(self.model))
-            rows = hvd.gather_bytes(model_state.packed(own), name="ringtrain_own_state")
+            rows = hvd.gather_bytes(model_state.packed(of_rank), name="ringtrain_own_state")
         state = None
         if rows is not None:
-            spec, of_ranks = model_state.spec(own), []
+            spec, of_ranks = model_state.spec(of_rank), []
             for row in rows:
                 of_ranks += model_state.unpacked(row, spec)
             state = self._state(of_ranks, slots)
@@ -175,20 +175,22 @@ class Saver(keras.callbacks.Callback):
     def _own_state(self, places: Sequence[int]) -> list[Arrays]:
         """Returns the local variables at these indices, per copy of the model in this process; metrics of the first."""
         variables = model_state.own_variables(self.model)
-        wanted = {place: variables[place] for place in places}
-        own = [model_state.arrays_of(wanted, copy) for copy in range(hvd.num_copies(self.model))]
+        wanted = {index: variables[index] for index in places}
+        states = [model_state.arrays_of(wanted, copy) for copy in range(hvd.num_copies(self.model))]
         if self.clock.epoch_complete:
-            return own
+            return states
         seen = model_state.arrays_of(dict(enumerate(self.model.metrics_variables)))
         counts = hvd.rank() == 0 or not hvd.is_shared(self.model)  # else rank 0 saves those of all
-        for copy, state in enumerate(own):
+        for copy, state in enumerate(states):
             for name, array in seen.items():
                 state[f"metrics-{name}"] = array if copy == 0 and counts else 0 * array
-        return own
+        return states
 
     def _sum(self) -> tf.Tensor:
         """Sum of all floating-point weights, of which a model may have none."""
-        return tf.add_n([tf.cast(tf.reduce_sum(one.value), tf.float32) for one in self._floating] or [tf.constant(0.0)])
+        return tf.add_n(
+            [tf.cast(tf.reduce_sum(weight.value), tf.float32) for weight in self._floating] or [tf.constant(0.0)]
+        )
 
     def _not_finite(self) -> str:
         """Returns the path of the first weight that contains NaN or infinity, or "" if all weights are finite."""
@@ -198,17 +200,17 @@ class Saver(keras.callbacks.Callback):
         bad = (weight.path for weight in self._floating if not tf.reduce_all(tf.math.is_finite(weight.value)))
         return next(bad, "")
 
-    def _state(self, own: list[Arrays], slots: model_state.Slots) -> tuple[dict[str, Any], dict[str, Any]]:
-        ranks = {f"{rank}/{name}": array for rank, arrays in enumerate(own) for name, array in arrays.items()}
+    def _state(self, of_ranks: list[Arrays], slots: model_state.Slots) -> tuple[dict[str, Any], dict[str, Any]]:
+        ranks = {f"{rank}/{name}": array for rank, arrays in enumerate(of_ranks) for name, array in arrays.items()}
         facts = {
             **self.facts,
             "metrics": self.metrics,
             "monitored": list(self.monitored),
-            "num_ranks": len(own),
+            "num_ranks": len(of_ranks),
             "shared_state": hvd.is_shared(self.model),
             "variables": model_state.shapes_of(model_state.shared_variables(self.model)),
         }
-        state = model_state.shared_state(self.model, own, slots, self.config.model.not_averaged)
+        state = model_state.shared_state(self.model, of_ranks, slots, self.config.model.not_averaged)
         if self.callback_state is not None:
             facts["is_ended"] = self.is_ended()
             facts["callbacks"], arrays = self.callback_state.save()

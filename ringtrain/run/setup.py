@@ -61,13 +61,15 @@ def find(config: Config) -> Named:
     )
 
 
-def job_of(process: Process, given: data.DataSet) -> Job:
+def job_of(process: Process, whole: data.DataSet) -> Job:
     """Derives the numbers of a run on samples with integer classes."""
     from ringtrain import hvd
 
     # Cut before its size decides the number of steps.
     config, together = process.config, process.together
-    data_set = together(lambda: given.first(config.data.max_samples)) if config.data.max_samples else given
+    data_set = whole
+    if config.data.max_samples:
+        data_set = together(lambda: whole.first(config.data.max_samples))
     num_parts = together(lambda: num_shards(config, hvd.size() * process.strategy.copies))
     numbers = together(lambda: derive(config, num_parts, len(data_set.train), len(data_set.test)))
     # Other ranks must have read the same bytes. Equal bits also need the same instructions for the same sums.
@@ -236,7 +238,7 @@ def _compile_with_loss(model: keras.Model, named: Named, config: Config) -> str:
     import keras
 
     # Its other arguments stay, such as weights of the losses: Keras keeps them as they were passed.
-    own = getattr(model.loss, "__name__", getattr(model.loss, "name", model.loss))
+    loss = getattr(model.loss, "__name__", getattr(model.loss, "name", model.loss))
     arguments = {**model._compile_config.config, "optimizer": model.optimizer, "jit_compile": False}
     if config.model.metrics:
         arguments["metrics"] = named.make_metrics()
@@ -244,7 +246,7 @@ def _compile_with_loss(model: keras.Model, named: Named, config: Config) -> str:
     weights = arguments["loss_weights"] or 1.0
     arguments["loss"] = keras.tree.map_structure(lambda weight: named.make_loss(), weights)
     model.compile(**arguments)
-    return f"{config.model.loss}, instead of {own} in {config.model.name}"
+    return f"{config.model.loss}, instead of {loss} in {config.model.name}"
 
 
 def split_model(model: keras.Model, config: Config) -> dict[str, str]:
@@ -268,14 +270,16 @@ def split_model(model: keras.Model, config: Config) -> dict[str, str]:
         return rows
     for number, stage in enumerate(stages, start=1):
         weights, outputs = stage.bytes_of()
-        place = f"{stage.layers[0].name} to {stage.layers[-1].name} on {stage.device}"
-        rows[f"stage {number}"] = f"{place}: weights {weights / 1e6:.3g} MB, outputs {outputs / 1e3:.3g} kB per row"
+        where = f"{stage.layers[0].name} to {stage.layers[-1].name} on {stage.device}"
+        rows[f"stage {number}"] = f"{where}: weights {weights / 1e6:.3g} MB, outputs {outputs / 1e3:.3g} kB per row"
     return rows
 
 
 def _has_own_optimizer(model: keras.Model, config: Config) -> bool:
     """Returns whether a model is compiled by its own function, and no option asks for another optimizer."""
-    return model.compiled and not any(one.startswith(("optimizer.", "schedule.")) for one in changed_options(config))
+    return model.compiled and not any(
+        option.startswith(("optimizer.", "schedule.")) for option in changed_options(config)
+    )
 
 
 def _check_split_optimizer(optimizer: keras.optimizers.Optimizer) -> None:

@@ -128,7 +128,7 @@ class StopTogether(keras.callbacks.Callback):
         run, now_s = self.run, time.monotonic()
         time_is_up = run.rank == 0 and 0 < run.config.train.max_time_s < now_s - self._begin_s
         save = run.rank == 0 and 0 < 60 * run.config.checkpoint.every_minutes < now_s - self._saved_s
-        ends_quietly = any(isinstance(one, keras.callbacks.TerminateOnNaN) for one in run.users_callbacks)
+        ends_quietly = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in run.users_callbacks)
         requests = [run.signals.received, time_is_up, bool(self._reason), save, ends_quietly]
         batches = run.fingerprint() or 0
         mirror = run.lock.mirror
@@ -224,7 +224,9 @@ class Plateau(keras.callbacks.Callback):
         local: list[float | None] = []
         for name in (train.monitor, self.accuracy):
             number = logs.get(name)
-            local.append(None if number is None else float(number))
+            if number is not None:
+                number = float(number)
+            local.append(number)
         value, accuracy = hvd.broadcast_object(local, 0, name="ringtrain_monitor")
         if value is None and (train.patience or self.config.schedule.plateau_patience):
             raise ConfigError(f"train.monitor: got {train.monitor}, expected a metric of this model: {', '.join(logs)}")
@@ -232,7 +234,8 @@ class Plateau(keras.callbacks.Callback):
             raise ConfigError(
                 f"train.target_accuracy: this model has no {self.accuracy}, only {', '.join(logs)}: leave it out"
             )
-        self.values += [] if value is None else [value]
+        if value is not None:
+            self.values.append(value)
         self._set_rate()
         reason = reason_to_stop(self.config, self.values, accuracy or 0.0)
         if reason:
@@ -257,7 +260,9 @@ def reason_to_stop(config: Config, values: Sequence[float], accuracy: float) -> 
     train = config.train
     if train.patience and plateaus(values, train.patience, lower_is_better(train.monitor), train.min_delta):
         return "train.patience"
-    return "train.target_accuracy" if 0 < train.target_accuracy <= accuracy else ""
+    if 0 < train.target_accuracy <= accuracy:
+        return "train.target_accuracy"
+    return ""
 
 
 def check_monitor(monitor: str, metrics: Sequence[keras.metrics.Metric | str], has_more: bool = False) -> None:
@@ -265,7 +270,9 @@ def check_monitor(monitor: str, metrics: Sequence[keras.metrics.Metric | str], h
 
     With `has_more`, it may also begin with the name of an output, which has a loss and metrics of its own.
     """
-    names = ["loss", *(one if isinstance(one, str) else one.name for one in metrics)]
+    names = ["loss"]
+    for metric in metrics:
+        names.append(metric if isinstance(metric, str) else metric.name)
     known = [*names, *(f"test_{name}" for name in names)]
     if monitor not in known and not (has_more and monitor.endswith(tuple(f"_{name}" for name in names))):
         raise ConfigError(f"train.monitor: got {monitor}, {nearest(monitor, known)}")

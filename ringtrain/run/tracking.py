@@ -65,7 +65,9 @@ class Recorder(keras.callbacks.Callback):
     @property
     def images_per_s(self) -> float:
         """Samples that all ranks together train per second, over the whole run."""
-        return self.timed_steps * self.images_per_step / self.timed_s if self.timed_s else math.nan
+        if not self.timed_s:
+            return math.nan
+        return self.timed_steps * self.images_per_step / self.timed_s
 
     @property
     def global_step(self) -> int:
@@ -132,7 +134,11 @@ class Recorder(keras.callbacks.Callback):
         try:
             yield
         except (OSError, tf.errors.OpError) as error:  # the latter from TensorBoard's files
-            why = error.message if isinstance(error, tf.errors.OpError) else error.strerror or error
+            why: Any = error
+            if isinstance(error, tf.errors.OpError):
+                why = error.message
+            elif error.strerror:
+                why = error.strerror
             if not self.reported:
                 text = f"{self.folder}: cannot be written: {why}; training continues"
                 print(f"ringtrain: {text}", file=sys.stderr, flush=True)
@@ -155,23 +161,24 @@ class Recorder(keras.callbacks.Callback):
 
     def _record(self, file_name: str, prefix: str, epoch: int, logs: Any, **more: float) -> dict[str, Any]:
         """Appends a record to a file, and its numbers to TensorBoard."""
-        steps, seconds = self.global_step - self.steps_before, self.epoch_end_s - self.epoch_start_s
         optimizer = self.model.optimizer
-        is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        record = {
-            "epoch": epoch + 1,
-            "global_step": self.global_step,
-            "time_s": time.time(),
-            **{name: np.asarray(value).tolist() for name, value in (logs or {}).items() if name != "lr"},
-            "learning_rate": last_learning_rate(optimizer),
-            **({"loss_scale": float(optimizer.dynamic_scale)} if is_scaled else {}),
-            **({} if self.run.gradient_norm is None else {"gradient_norm": float(self.run.gradient_norm)}),
-            "images_per_s": steps * self.images_per_step / seconds if seconds else math.nan,
-            **more,
-        }
+        record: dict[str, Any] = {"epoch": epoch + 1, "global_step": self.global_step, "time_s": time.time()}
+        for name, value in (logs or {}).items():
+            if name != "lr":
+                record[name] = np.asarray(value).tolist()
+        record["learning_rate"] = last_learning_rate(optimizer)
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            record["loss_scale"] = float(optimizer.dynamic_scale)
+        if self.run.gradient_norm is not None:
+            record["gradient_norm"] = float(self.run.gradient_norm)
+        record["images_per_s"] = math.nan
+        seconds = self.epoch_end_s - self.epoch_start_s
+        if seconds:
+            record["images_per_s"] = (self.global_step - self.steps_before) * self.images_per_step / seconds
+        record |= more
         with self._disk_may_be_full():
             self._append(file_name, json.dumps(plain(record), default=_text))
-        shown = {prefix + name: one for name, one in record.items() if name not in POSITION and is_number(one)}
+        shown = {prefix + name: number for name, number in record.items() if name not in POSITION and is_number(number)}
         self.run.callbacks.trackers.log(self.global_step, record["time_s"], shown)
         with self._disk_may_be_full(), self.summaries.as_default():
             for name, value in shown.items():
@@ -248,9 +255,16 @@ def draw_curves(
     rates.grid(alpha=0.3)
     rates.legend()
     # A model with its own train_step may have neither.
-    names = dict.fromkeys(["loss", "accuracy", *(name for one in epochs for name in one if is_number(one[name]))])
+    names = ["loss", "accuracy"]
+    for record in epochs:
+        names += [name for name, value in record.items() if is_number(value)]
     prefix = "val_" if any("val_loss" in record for record in epochs) else "test_"
-    drawn = [name for name in names if any(f"{prefix}{name}" in record for record in epochs)] or [*names]
+    metrics = list(dict.fromkeys(names))
+    drawn = []
+    for name in metrics:
+        if any(f"{prefix}{name}" in record for record in epochs):
+            drawn.append(name)
+    drawn = drawn or metrics
     for axes in panels[len(drawn) :]:
         figure.delaxes(axes)
     for axes, metric in zip(panels, drawn, strict=False):

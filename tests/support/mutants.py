@@ -69,7 +69,7 @@ MUTANTS = (
         _property("optimizers.the_check_names_a_sum_in_place_of_the_average_for_every_optimizer"),
     ),
     Mutant(
-        *("a check before training that takes any result", "hvd/sync.py"),
+        *("a check before training that takes any result", "hvd/averaging.py"),
         *("if not np.allclose(result, expected, rtol=1e-2):", "if not np.all(np.isfinite(result)):"),
         _property("optimizers.the_check_names_a_sum_in_place_of_the_average_for_every_optimizer"),
     ),
@@ -101,7 +101,7 @@ MUTANTS = (
     ),
     Mutant(
         *("virtual ranks that are added in another order", "optim/virtual_ranks.py"),
-        *("return rows if order == [*range(len(known))] else tf.gather(rows, order)", "return rows"),
+        *("    return tf.gather(rows, order)", "    return rows"),
         f"{UNIT}/test_virtual_sums.py::test_the_sum_is_that_of_the_tree_for_any_number_of_ranks",
     ),
     Mutant(
@@ -117,11 +117,11 @@ MUTANTS = (
     # Fewer bytes
     Mutant(
         *("what a step leaves out is forgotten", "hvd/reducers/powersgd.py"),
-        *("matrix.error.assign(tf.reshape(one - result, matrix.error.shape))", "pass"),
+        *("matrix.error.assign(tf.reshape(gradients[index] - result, matrix.error.shape))", "pass"),
         _property("slow_links.what_is_left_out_comes_later"),
     ),
     Mutant(
-        *("matrices that are not orthonormal", "hvd/reducers/powersgd.py", "tf.linalg.qr(one)[0]", "one"),
+        *("matrices that are not orthonormal", "hvd/reducers/powersgd.py", "tf.linalg.qr(mean)[0]", "mean"),
         _property("slow_links.full_rank_equals_the_ring"),
     ),
     Mutant(
@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         *("rounds that move frozen layers", "hvd/reducers/local_steps.py"),
-        *("if one.trainable and not self.is_local(one)", "if not self.is_local(one)"),
+        *("if variable.trainable and not self.is_local(variable):", "if not self.is_local(variable):"),
         _property("slow_links.frozen_weights_stay"),
     ),
     Mutant(

@@ -29,5 +29,8 @@ def _cell(check: Check, probe: Probe, scene: Scene) -> Cell:
 
 def request() -> dict[str, Any]:
     """Part of the request to probe.facts that names the facts and carries the source of the functions behind them."""
-    facts = {fact.__name__: fact for check in CHECKS.values() for fact in check.facts}
-    return {"facts": [*facts], "source": "\n".join(map(inspect.getsource, facts.values()))}
+    functions = {}
+    for check in CHECKS.values():
+        for fact in check.facts:
+            functions[fact.__name__] = fact
+    return {"facts": [*functions], "source": "\n".join(map(inspect.getsource, functions.values()))}

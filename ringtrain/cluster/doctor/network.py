@@ -45,7 +45,10 @@ def addresses(wanted: Mapping[str, Any]) -> list[list[Any]]:
     rows: list[list[Any]] = []
     for name, network in pairs:
         speed = int(attempt(read, f"/sys/class/net/{name}/speed") or 0)
-        rows.append([name, network, speed if speed > 0 else None])
+        if speed > 0:
+            rows.append([name, network, speed])
+        else:
+            rows.append([name, network, None])
     return rows
 
 
@@ -97,8 +100,11 @@ def check_clock(probe: Probe, facts: Facts, scene: Scene) -> Cell:
     if probe.clock_s is None:
         return UNKNOWN
     offset_s, uncertain_s = probe.clock_s
-    value = "here" if not probe.remote else f"{_seconds(offset_s, '+')} ±{_seconds(uncertain_s)}"
-    away_s = abs(offset_s - median(p.clock_s[0] for p in scene.probes if p.clock_s is not None)) - uncertain_s
+    value = "here"
+    if probe.remote:
+        value = f"{_seconds(offset_s, '+')} ±{_seconds(uncertain_s)}"
+    offsets = [other.clock_s[0] for other in scene.probes if other.clock_s is not None]
+    away_s = abs(offset_s - median(offsets)) - uncertain_s
     if away_s <= CLOCK_S:
         return Cell(value)
     text = f"its clock differs by {value} from this machine's, and from the other hosts'"
@@ -195,12 +201,12 @@ def covering_subnet(scene: Scene) -> Network | None:
 def _interfaces(facts: Facts) -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
     """Addresses of a host that other hosts may reach."""
     interfaces = [ipaddress.ip_interface(address) for _, address, _ in facts["addresses"] or ()]
-    found = []
+    reachable = []
     for interface in interfaces:
         is_local = interface.is_loopback or interface.is_link_local
         if not is_local and interface.network.num_addresses > 1:
-            found.append(interface)
-    return found
+            reachable.append(interface)
+    return reachable
 
 
 def _known_as(probe: Probe, scene: Scene) -> list[str]:
@@ -233,7 +239,9 @@ def _is_loopback(address: str) -> bool:
 
 
 def _seconds(seconds: float, sign: str = "") -> str:
-    return f"{seconds:{sign}.1f} s" if abs(seconds) >= 1 else f"{seconds * 1e3:{sign}.1f} ms"
+    if abs(seconds) >= 1:
+        return f"{seconds:{sign}.1f} s"
+    return f"{seconds * 1e3:{sign}.1f} ms"
 
 
 CHECKS = {

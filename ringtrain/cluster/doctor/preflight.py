@@ -33,6 +33,9 @@ def examine(hosts: Sequence[Host], options: Options) -> Report:
     """
     check(options)
     start_s = time.monotonic()
+    names: list[str] = []
+    if len(hosts) > 1:
+        names = [host.name for host in hosts]
     request = {
         "do": "facts",
         "folder": os.getcwd(),
@@ -41,15 +44,19 @@ def examine(hosts: Sequence[Host], options: Options) -> Report:
         "run_directory": options.run_directory,
         "code": os.path.abspath(options.code),
         "script": options.script,
-        "names": [host.name for host in hosts] if len(hosts) > 1 else [],
+        "names": names,
         **checks.request(),
     }
     local_names = host_agent.here(host.name for host in hosts)
     marker = Marker(len(hosts))
     with ThreadPoolExecutor(min(options.num_connections, len(hosts) + 1)) as pool:
-        alone = None if local_names else pool.submit(visit, Host("localhost"), request, options, Marker(0))
+        apart = []
+        if not local_names:  # this machine is none of the hosts
+            apart = [pool.submit(visit, Host("localhost"), request, options, Marker(0))]
         probes = tuple(pool.map(lambda host: visit(host, request, options, marker), hosts))
-    local = alone.result() if alone else next(probe for probe in probes if probe.host.name in local_names)
+    local_probes = [probe for probe in probes if probe.host.name in local_names]
+    local_probes += [visited.result() for visited in apart]
+    local = local_probes[0]
     # The reference for all hosts. If this machine does not answer in time, the first host that does.
     here = local.facts or next((probe.facts for probe in probes if probe.facts), {})
     scene = Scene(probes, here, options.python, options.ssh_port, options.subnet)

@@ -95,17 +95,20 @@ def hashes(folder: str, leave_out: str) -> dict[str, Any] | None:
     if not os.path.isdir(folder):
         return None
     files: dict[str, str] = {}
-    entries, together = 0, hashlib.sha256()
-    left_out = os.path.normpath(os.path.join(folder, leave_out)) if leave_out else ""
+    entries = 0
+    together = hashlib.sha256()
+    left_out = ""
+    if leave_out:
+        left_out = os.path.normpath(os.path.join(folder, leave_out))
     for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(
-            name
-            for name in folders
-            if not name.startswith(".")
-            and name not in ("__pycache__", "node_modules", "site-packages")
-            and os.path.join(parent, name) != left_out
-            and not os.path.exists(os.path.join(parent, name, "pyvenv.cfg"))
-        )
+        walked = []
+        for name in sorted(folders):
+            path = os.path.join(parent, name)
+            is_environment = os.path.exists(os.path.join(path, "pyvenv.cfg"))
+            is_cache = name in ("__pycache__", "node_modules", "site-packages")
+            if not (name.startswith(".") or is_cache or is_environment or path == left_out):
+                walked.append(name)
+        folders[:] = walked
         entries += len(names) + len(folders)
         if entries > MOST_ENTRIES:
             return {"folder": folder, "hash": None, "files": {}}

@@ -86,12 +86,15 @@ def as_plain_values(report: Report) -> dict[str, object]:
                 host["facts"] = {**host["facts"], group: less}
         levels = {name: {"value": cell.value, "level": cell.level} for name, cell in cells.items()}
         hosts.append({"name": probe.host.name, "slots": probe.host.slots, **host, "checks": levels})
+    measured = None
+    if report.ring is not None:
+        measured = dataclasses.asdict(report.ring)
     return {
         "level": report.level,
         "hosts": hosts,
         "findings": [{**dataclasses.asdict(finding), "mend": finding.fix} for finding in report.findings],
         "subnet": report.subnet,
-        "ring": dataclasses.asdict(report.ring) if report.ring is not None else None,
+        "ring": measured,
         "took_s": round(report.took_s, 3),
     }
 
@@ -136,4 +139,5 @@ def _text(cell: Cell) -> str:
 
 def _plain(text: str) -> str:
     """Replaces control characters: output of a host must not move the cursor."""
-    return "".join(character if character.isprintable() else "?" for character in text)
+    letters = [letter if letter.isprintable() else "?" for letter in text]
+    return "".join(letters)

@@ -91,8 +91,10 @@ def judge(ring: Ring) -> list[Finding]:
     slow = [link for link in ring.links if link.mb_per_s < SLOW * best]
     if not slow:
         return []
+    suspect = ""
     common = set.intersection(*({link.source, link.target} for link in slow))
-    suspect = f": {common.pop()} is at an end of all of them" if len(slow) > 1 and len(common) == 1 else ""
+    if len(slow) > 1 and len(common) == 1:
+        suspect = f": {common.pop()} is at an end of all of them"
     link = ring.slowest
     text = (
         f"{link.source} -> {link.target} is the slowest link: {speed(link.mb_per_s)}, the fastest has {speed(best)};"
@@ -106,11 +108,13 @@ def describe(ring: Ring) -> list[str]:
     if not ring.links:
         return []
     width = max(len(link.source) + len(link.target) for link in ring.links) + 4
-    lines = [
-        f"{f'{link.source} -> {link.target}':<{width}}  {link.latency_us:8.1f} µs  {speed(link.mb_per_s):>10}"
-        + ("  slowest" if link is ring.slowest and len(ring.links) > 1 else "")
-        for link in ring.links
-    ]
+    lines = []
+    for link in ring.links:
+        ends = f"{link.source} -> {link.target}"
+        line = f"{ends:<{width}}  {link.latency_us:8.1f} µs  {speed(link.mb_per_s):>10}"
+        if link is ring.slowest and len(ring.links) > 1:
+            line += "  slowest"
+        lines.append(line)
     resnet50_s = RESNET50_MB / ring.allreduce_mb * ring.allreduce_s
     return [
         *lines,

@@ -151,9 +151,10 @@ class Session:
         finally:
             alarm.cancel()
         status = self.process.wait()
-        late = f"timed out: no answer in {self.timeout_s:g} s"
-        usual = late if status == -signal.SIGKILL else f"it exited without an answer, code {status}"
-        raise NoAnswer(self._reason() or usual)
+        what = f"it exited without an answer, code {status}"
+        if status == -signal.SIGKILL:
+            what = f"timed out: no answer in {self.timeout_s:g} s"
+        raise NoAnswer(self._reason() or what)
 
     def _reason(self) -> str:
         """Standard error of ssh or the host, on one line."""
@@ -198,17 +199,24 @@ class Marker:
         None: it could not be written, or there is no other host.
         """
         with self._lock:
-            is_first, self._is_claimed = not self._is_claimed, True
+            is_first = not self._is_claimed
+            self._is_claimed = True
             alone = self._num_running <= 1
         if not is_first:
             path = self._path.result()
-            return session.ask(do="find", path=path, text=self._text) if path else None
-        path = os.path.join(disk["folder"], f".ringtrain-doctor-{self._text}") if disk else ""
-        left = False
+            if not path:
+                return None
+            return session.ask(do="find", path=path, text=self._text)
+        written = ""
         try:
-            left = bool(path and not alone and session.ask(do="leave", path=path, text=self._text))
+            if disk and not alone:
+                path = os.path.join(disk["folder"], f".ringtrain-doctor-{self._text}")
+                if session.ask(do="leave", path=path, text=self._text):
+                    written = path
         finally:
-            self._path.set_result(path if left else "")
+            self._path.set_result(written)
             if not alone:
                 self._others_ended.wait()
-        return True if left else None
+        if not written:
+            return None
+        return True

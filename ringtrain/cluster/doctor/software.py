@@ -59,14 +59,17 @@ def horovod_operations(wanted: Mapping[str, Any]) -> list[str] | None:
 def horovod_sha256(wanted: Mapping[str, Any]) -> str | None:
     """SHA-256 of Horovod's TensorFlow library; None without a library."""
     content = horovod_library()
-    return None if content is None else hashlib.sha256(content).hexdigest()
+    if content is None:
+        return None
+    return hashlib.sha256(content).hexdigest()
 
 
 def ringtrain(wanted: Mapping[str, Any]) -> dict[str, Any]:
     """{"version", "folder", "hash", "files"} of the installed ringtrain."""
     folder = folder_of("ringtrain")
     version = re.search(r'^__version__ = "(.+)"$', read(os.path.join(folder, "__init__.py")), re.MULTILINE)
-    return {"version": version.group(1) if version else "?", **(hashes(folder, "") or {})}
+    number = version.group(1) if version else "?"
+    return {"version": number, **(hashes(folder, "") or {})}
 
 
 def code(wanted: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -216,15 +219,15 @@ def check_mpi(probe: Probe, facts: Facts, scene: Scene) -> Cell:
 
 
 def check_job(probe: Probe, facts: Facts, scene: Scene) -> Cell:
-    found = facts["job"]
-    if found["error"]:
-        local = scene.here["job"] or found
+    job = facts["job"]
+    if job["error"]:
+        local = scene.here["job"] or job
         fix = "" if local["error"] else _copy(os.getcwd())
-        return Cell("error", "error", found["error"], fix, "here")
-    if found["missing"]:
-        names = ", ".join(found["missing"])
+        return Cell("error", "error", job["error"], fix, "here")
+    if job["missing"]:
+        names = ", ".join(job["missing"])
         text = f"the script imports {names}, not installed for {facts['python']['executable']}"
-        return Cell("imports", "error", text, f"{_install(facts)} {' '.join(found['missing'])}")
+        return Cell("imports", "error", text, f"{_install(facts)} {' '.join(job['missing'])}")
     return Cell("ok")
 
 
@@ -243,9 +246,11 @@ def _same_files(value: str, local: Facts, remote: Facts) -> Cell:
     files, others = local["files"], remote["files"]
     names = sorted(name for name in {*files, *others} if files.get(name) != others.get(name))
     text = f"{count(len(names), 'file')} of {remote['folder']} not as here: {', '.join(names[:3])}"
+    if len(names) > 3:
+        text += ", ..."
     if remote.get("version") != local.get("version"):
         text = f"version {remote['version']}, expected version {local['version']}; {text}"
-    return Cell(value, "error", text + (", ..." if len(names) > 3 else ""), _copy(local["folder"]), "here")
+    return Cell(value, "error", text, _copy(local["folder"]), "here")
 
 
 def _copy(folder: str) -> str:

@@ -26,11 +26,13 @@ def shares(spark: SparkSession, name: str, num_ranks: int) -> tuple[RDD, str]:
         made = getattr(importlib.import_module(module), function)(spark)
     except (ImportError, AttributeError, ValueError) as error:
         raise LaunchError(f"got --spark-data {name}, expected module:function: {error}") from error
-    if not isinstance(made, tuple) or len(made) != 2 or not all(_is_rdd(each) or hasattr(each, "rdd") for each in made):
+    is_pair = isinstance(made, tuple) and len(made) == 2
+    if not is_pair or not all(_is_rdd(table) or hasattr(table, "rdd") for table in made):
         raise LaunchError(f"--spark-data {name} returned {type(made).__name__}, expected DataFrames: (training, test)")
     parts, lengths, num_classes = [], [], 0
     for split, data in enumerate(made):
-        rows = (data if _is_rdd(data) else data.rdd).map(_sample)
+        rdd = data if _is_rdd(data) else data.rdd
+        rows = rdd.map(_sample)
         try:
             counted = rows.map(lambda row: (1, row[1])).fold((0, 0), lambda a, b: (a[0] + b[0], max(a[1], b[1])))
             numbered = rows.zipWithIndex()
@@ -68,7 +70,13 @@ def _sample(row: Any) -> tuple[Any, int]:
         label = fields.pop("label")
         values = []
         for value in fields.values():
-            values.append(value.toArray() if hasattr(value, "toArray") else value)
-        row = values[0] if len(values) == 1 else values, label
+            if hasattr(value, "toArray"):  # a vector of Spark's
+                value = value.toArray()
+            values.append(value)
+        if len(values) == 1:
+            (values,) = values
+        row = values, label
     inputs = np.asarray(row[0])
-    return inputs.astype(np.float32) if inputs.dtype == np.float64 else inputs, int(row[1])
+    if inputs.dtype == np.float64:
+        inputs = inputs.astype(np.float32)
+    return inputs, int(row[1])

@@ -48,9 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     It is 128 + n if signal n killed the rank. A user error is printed in one line.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
+    words = list(argv)
     end = words.index("--") if "--" in words else len(words)
-    options, command = parser().parse_args(words[:end]), words[end + 1 :]
+    options = parser().parse_args(words[:end])
+    command = words[end + 1 :]
     try:
         if not command:
             raise LaunchError("got no command to run: expected it after --")
@@ -198,7 +201,9 @@ class Job:
         connections = {caller: connection for connection, caller in callers.items()}
         for rank, (caller, environ) in enumerate(placement.assign([*callers.values()], bool(self.row_counts))):
             connection = connections[caller]
+            pipe_variable = ""
             if self.row_counts:
+                pipe_variable = FEED
                 environ[FEED] = f"{rank} {len(callers)} {self.row_counts}"
             self.ranks[connection] = rank
             connection.send(
@@ -206,7 +211,7 @@ class Job:
                     "command": self.command,
                     "environ": {**self.environ, **rendezvous, **environ},
                     "folder": self.options.folder,
-                    "pipe_variable": FEED if self.row_counts else "",
+                    "pipe_variable": pipe_variable,
                     "status_file": f"{STATUS_FILES}-{self.environ.get(JOB, '')}-{rank}",
                 }
             )
@@ -214,8 +219,10 @@ class Job:
     def _follow(self) -> int:
         """Forwards output and signals until all ranks have exited; returns the exit code."""
         while self.ranks:
+            timeout_s = None
+            if self.deadline is not None:
+                timeout_s = max(0.0, self.deadline - time.monotonic())
             try:
-                timeout_s = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
                 connection, message = self.messages.get(timeout=timeout_s)
             except queue.Empty:
                 if self.last_signal == signal.SIGKILL:

@@ -39,7 +39,9 @@ def run(payload: bytes) -> dict[str, Any]:
     except EOFError:
         process.join()
         code = process.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"called exit({code})"
+        how = f"called exit({code})"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
         outcome |= {"error": "ProcessDied", "message": f"its process {how} before it returned"}
     process.join()
     return outcome | {"seconds": time.monotonic() - began_s}

@@ -20,9 +20,11 @@ def assign(callers: Sequence[Caller], by_index: bool = False) -> list[tuple[Call
     the task index is the rank, since the task's partition holds the rows of that rank.
     """
     by_host: dict[str, list[Caller]] = {}
-    for caller in sorted(callers, key=lambda each: each.index):
+    for caller in sorted(callers, key=lambda member: member.index):
         by_host.setdefault(caller.host, []).append(caller)
-    assigned = [(caller, local_rank) for group in by_host.values() for local_rank, caller in enumerate(group)]
+    assigned: list[tuple[Caller, int]] = []
+    for group in by_host.values():
+        assigned += [(caller, local_rank) for local_rank, caller in enumerate(group)]
     if by_index:
         assigned.sort(key=lambda pair: pair[0].index)
     placements = []
@@ -39,7 +41,7 @@ def assign(callers: Sequence[Caller], by_index: bool = False) -> list[tuple[Call
         }
         environ = {f"HOROVOD_{name}": str(number) for name, number in numbers.items()}
         environ |= {"HOROVOD_HOSTNAME": caller.host, "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
-        if all(each.gpus for each in group):
-            environ["CUDA_VISIBLE_DEVICES"] = ",".join(each.gpus[0] for each in group)
+        if all(member.gpus for member in group):
+            environ["CUDA_VISIBLE_DEVICES"] = ",".join(member.gpus[0] for member in group)
         placements.append((caller, environ))
     return placements

@@ -100,4 +100,5 @@ def reason(error: BaseException) -> str:
         return f"a host of the executors cannot start Python as {match[1]}: set PYSPARK_PYTHON to its path on that host"
     remote = text.partition("Traceback (most recent call last)")[2].partition("\n\n")[0]
     lines = PYTHON_ERROR.findall(remote) or JAVA_ERROR.findall(text) or text.split("\n")
-    return " ".join(lines[-1 if remote else 0].split())[:MAX_REASON_LETTERS] or type(error).__name__
+    line = lines[-1] if remote else lines[0]
+    return " ".join(line.split())[:MAX_REASON_LETTERS] or type(error).__name__

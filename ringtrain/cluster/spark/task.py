@@ -34,11 +34,12 @@ def task(address: tuple[str, int], key: bytes) -> Callable[[int, Iterable[Any]],
     def run_rank(index: int, rows: Iterable[Any]) -> Iterator[None]:
         from pyspark import TaskContext
 
-        gpus = TaskContext.get().resources().get("gpu")
+        gpus: list[str] = []
+        assigned = TaskContext.get().resources().get("gpu")
+        if assigned:
+            gpus = list(assigned.addresses)
         with Client(address, authkey=key) as connection:
-            connection.send(
-                {"index": index, "host": socket.gethostname(), "gpus": list(gpus.addresses) if gpus else []}
-            )
+            connection.send({"index": index, "host": socket.gethostname(), "gpus": gpus})
             # The driver closes the connection of a duplicate task of Spark.
             with contextlib.suppress(EOFError, ConnectionError):
                 run(connection, rows, **connection.recv())
@@ -155,7 +156,8 @@ def _status(path: str) -> str:
                     continue
                 text = file.read(STATUS_LENGTH)
             os.unlink(name)
-            return "".join(letter if letter.isprintable() else " " for letter in text).strip()
+            letters = [letter if letter.isprintable() else " " for letter in text]
+            return "".join(letters).strip()
     return ""
 
 

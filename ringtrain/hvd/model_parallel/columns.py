@@ -67,13 +67,19 @@ class Division:
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """Forward pass of the divided layer."""
-        given = [inputs] * len(self.parts)
+        # A layer in columns has left its outputs on their devices.
+        part_inputs = [inputs] * len(self.parts)
         if self.by_rows:
             lengths = [part.kernel.shape[-2] for part in self.parts]
-            given = getattr(inputs, "ringtrain_parts", None) or tf.split(inputs, lengths, axis=-1)
-        outputs = [on_device(*each) for each in zip(self.parts, self.devices, given, strict=True)]
+            part_inputs = getattr(inputs, "ringtrain_parts", None) or tf.split(inputs, lengths, axis=-1)
+        outputs = []
+        for part, device, part_input in zip(self.parts, self.devices, part_inputs, strict=True):
+            outputs.append(on_device(part, device, part_input))
         with tf.device(self.devices[0]):
-            output = tf.add_n(outputs) if self.by_rows else tf.concat(outputs, axis=-1)
+            if self.by_rows:
+                output = tf.add_n(outputs)
+            else:
+                output = tf.concat(outputs, axis=-1)
             if self.activation is not None:
                 return self.activation(output)
         if not self.by_rows:
@@ -82,17 +88,20 @@ class Division:
 
     def whole(self) -> list[Any]:
         """Weights of the undivided layer."""
-        return whole_variables([weight for part in self.parts for weight in part.weights])
+        weights = []
+        for part in self.parts:
+            weights += part.weights
+        return whole_variables(weights)
 
     def save(self, store: Any) -> None:
         """Takes the place of the layer's `save_own_variables`."""
-        for index, one in enumerate(self.whole()):
-            store[str(index)] = one.numpy()
+        for index, weight in enumerate(self.whole()):
+            store[str(index)] = weight.numpy()
 
     def load(self, store: Any) -> None:
         """Takes the place of the layer's `load_own_variables`."""
-        for index, one in enumerate(self.whole()):
-            one.assign(np.asarray(store[str(index)]))
+        for index, weight in enumerate(self.whole()):
+            weight.assign(np.asarray(store[str(index)]))
 
 
 @dataclass(frozen=True)
@@ -135,23 +144,36 @@ class Whole:
 
 def whole_variables(variables: Sequence[Any]) -> list[Any]:
     """Variables as the undivided model has them: those of parts are joined, in the place of the first."""
-    found: dict[Any, list[Any]] = {}
+    parts_of: dict[Any, list[Any]] = {}
     for variable in variables:
-        key = PART.sub("", variable.path) if PART.search(variable.path) else id(variable)
-        found.setdefault(key, []).append(variable)
-    return [Whole(parts, key, _axis(parts[0])) if isinstance(key, str) else parts[0] for key, parts in found.items()]
+        key: Any = id(variable)
+        if PART.search(variable.path):
+            key = PART.sub("", variable.path)
+        parts_of.setdefault(key, []).append(variable)
+    joined = []
+    for key, parts in parts_of.items():
+        if isinstance(key, str):
+            joined.append(Whole(parts, key, _axis(parts[0])))
+        else:
+            joined.append(parts[0])
+    return joined
 
 
 def _axis(part: Any) -> int:
     """Axis along which the parts of a variable are joined."""
-    kind = PART.search(part.path)
     rank = len(part.shape)
-    return rank - 1 if kind and kind[1] == "columns" else max(rank - 2, 0)
+    kind = PART.search(part.path)
+    if kind and kind[1] == "columns":
+        return rank - 1
+    return max(rank - 2, 0)
 
 
 def nodes_of(model: keras.Model) -> list[Any]:
     """Calls of a functional model's layers, from inputs to outputs."""
-    return [node for depth in sorted(model._nodes_by_depth, reverse=True) for node in model._nodes_by_depth[depth]]
+    nodes = []
+    for depth in sorted(model._nodes_by_depth, reverse=True):
+        nodes += model._nodes_by_depth[depth]
+    return nodes
 
 
 def nbytes(shape: Sequence[int | None], dtype: str) -> int:
@@ -162,30 +184,26 @@ def nbytes(shape: Sequence[int | None], dtype: str) -> int:
 def divide(model: keras.Model, devices: Sequence[str]) -> None:
     """Divides the layers of a functional model that can be divided, in place."""
     nodes = nodes_of(model)
-    uses: dict[int, list[Any]] = {}
+    uses: Counter[int] = Counter()  # of each tensor
     for node in nodes:
-        for tensor in node.input_tensors:
-            uses.setdefault(id(tensor), []).append(node)
-    results = {id(tensor) for tensor in keras.tree.flatten(model.outputs)}
+        uses.update(id(tensor) for tensor in node.input_tensors)
+    uses.update(id(tensor) for tensor in keras.tree.flatten(model.outputs))
     calls = Counter(id(node.operation) for node in nodes)
-    made: dict[int, Division] = {}  # by the ids of their outputs
+    divisions: dict[int, Division] = {}  # by the tensor that is their output
     for node in nodes:
         layer = node.operation
         argument = size_argument(layer)
         if not argument or calls[id(layer)] > 1 or getattr(layer, argument) < len(devices):
             continue
-        (given,) = node.input_tensors
-        before = made.get(id(given))
-        by_rows = bool(
-            before
-            and not before.by_rows
-            and before.activation is None
-            and len(uses[id(given)]) == 1
-            and id(given) not in results
-            and argument != "output_dim"
-        )
+        (tensor,) = node.input_tensors
+        # The columns of the layer before stay where they are, if this layer alone uses them as they are.
+        before = divisions.get(id(tensor))
+        if before and (before.by_rows or before.activation is not None):
+            before = None
+        if uses[id(tensor)] > 1 or argument == "output_dim":
+            before = None
         (output,) = node.output_tensors
-        made[id(output)] = _divided(layer, argument, given.shape, before if by_rows else None, devices)
+        divisions[id(output)] = _divided(layer, argument, tensor.shape, before, devices)
 
 
 def columns_of(model: keras.Model) -> dict[str, tuple[int, list[str]]]:
@@ -194,17 +212,18 @@ def columns_of(model: keras.Model) -> dict[str, tuple[int, list[str]]]:
     first = next(filter(None, divisions), None)
     if first is None:
         return {}
-    found: dict[str, tuple[int, list[str]]] = {device: (0, []) for device in first.devices}
+    num_bytes = dict.fromkeys(first.devices, 0)
+    names: dict[str, list[str]] = {device: [] for device in first.devices}
     for layer, division in zip(model.layers, divisions, strict=True):
-        parts = [(first.devices[0], layer)]
+        name, parts = layer.name, [(first.devices[0], layer)]
         if division:
-            parts = [*zip(division.devices, division.parts, strict=True)]
+            kind = "rows" if division.by_rows else "columns"
+            name, parts = f"{layer.name} ({kind})", list(zip(division.devices, division.parts, strict=True))
         for device, part in parts:
             if part.weights:
-                num_bytes = sum(nbytes(weight.shape, weight.dtype) for weight in part.weights)
-                kind = f" ({'rows' if division.by_rows else 'columns'})" if division else ""
-                found[device] = found[device][0] + num_bytes, [*found[device][1], layer.name + kind]
-    return found
+                num_bytes[device] += sum(nbytes(weight.shape, weight.dtype) for weight in part.weights)
+                names[device].append(name)
+    return {device: (num_bytes[device], names[device]) for device in first.devices}
 
 
 def refuse_optimizer(optimizer: Any) -> None:
@@ -221,54 +240,60 @@ def refuse_optimizer(optimizer: Any) -> None:
 
 def size_argument(layer: Any) -> str:
     """Argument with the number of columns of a layer that can be divided; empty for others."""
-    found = next((name for kind, name in SIZES.items() if isinstance(layer, kind)), "")
-    if not found or not type(layer).__module__.startswith("keras."):
+    argument = next((name for kind, name in SIZES.items() if isinstance(layer, kind)), "")
+    if not argument or not type(layer).__module__.startswith("keras."):
         return ""
-    weights = {one.name for one in layer.weights}
+    weights = {weight.name for weight in layer.weights}
     regularizers = [getattr(layer, f"{name}_regularizer", None) for name in WEIGHTS]
     constraints = [getattr(layer, f"{name}_constraint", None) for name in WEIGHTS]
-    kinds = keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2
+    additive = keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2
     whole_only = (
         not weights <= WEIGHTS.keys()
-        or any(one is not None for one in constraints)
-        or not all(one is None or isinstance(one, kinds) for one in regularizers)
+        or any(constraint is not None for constraint in constraints)
+        or any(regularizer is not None and not isinstance(regularizer, additive) for regularizer in regularizers)
         or getattr(layer, "groups", 1) > 1
         or getattr(layer, "data_format", "channels_last") != "channels_last"
         or layer.quantization_mode
     )
-    return "" if whole_only else found
+    return "" if whole_only else argument
 
 
 def _divided(
     layer: Any, argument: str, shape: Sequence[int | None], before: Division | None, devices: Sequence[str]
 ) -> Division:
     """Divides a layer: by the columns of the layer before, or by its own."""
-    count, size = len(devices), getattr(layer, argument)
     kind = "rows" if before else "columns"
-    config = {**layer.get_config(), "activity_regularizer": None, "mask_zero": False}
-    config = {name: value for name, value in config.items() if name in layer.get_config()}
     activation = getattr(layer, "activation", None)
     is_late = activation is not None and (before is not None or activation not in ELEMENTWISE)
     values = {weight.name: weight.numpy() for weight in layer.weights}
+
+    # A layer of the same kind on each device.
+    count, size = len(devices), getattr(layer, argument)
     parts: list[Any] = []
     begin = 0
     for index, device in enumerate(devices):
-        own = {**config, "name": f"{layer.name}_{kind}{index}of{count}"}
+        config = {**layer.get_config(), "name": f"{layer.name}_{kind}{index}of{count}"}
+        if "activity_regularizer" in config:
+            config["activity_regularizer"] = None
+        if "mask_zero" in config:
+            config["mask_zero"] = False
         if is_late:
-            own["activation"] = None
+            config["activation"] = None
         if before:
             length = before.parts[index].weights[0].shape[-1]
-            own |= {"use_bias": layer.use_bias and index == 0}
-            end, given = begin + length, (*shape[:-1], length)
+            config["use_bias"] = layer.use_bias and index == 0
+            end, input_shape = begin + length, (*shape[:-1], length)
         else:
-            end = size * (index + 1) // count
-            own[argument], given = end - begin, tuple(shape)
+            end, input_shape = size * (index + 1) // count, tuple(shape)
+            config[argument] = end - begin
         with tf.device(device):
-            part = type(layer).from_config(own)
-            part.build(given)
+            part = type(layer).from_config(config)
+            part.build(input_shape)
         part.trainable = layer.trainable
         parts.append(part)
         begin = end
+
+    # They take the place of the layer's own weights.
     layer._tracker.unlock()
     for name in WEIGHTS.values():
         if isinstance(getattr(layer, name, None), keras.Variable):
@@ -277,8 +302,8 @@ def _divided(
     layer._layers.extend(parts)
     layer._tracker.lock()
     division = Division(layer, parts, devices, before is not None, activation if is_late else None)
-    for one in division.whole():
-        one.assign(values[one.path.rpartition("/")[2]])
+    for weight in division.whole():
+        weight.assign(values[weight.path.rpartition("/")[2]])
     set_untracked(
         layer,
         call=division.call,
@@ -301,8 +326,10 @@ def on_device(layer: keras.Layer, device: str, inputs: Any) -> Any:
 
         def backward(flow: Any, variables: Sequence[Any] = ()) -> Any:
             with tf.device(device):
-                given, *found = tape.gradient(output, [tensor, *variables], output_gradients=flow)
-            return (given, found) if variables else given
+                of_tensor, *of_variables = tape.gradient(output, [tensor, *variables], output_gradients=flow)
+            if variables:
+                return of_tensor, of_variables
+            return of_tensor
 
         return output, backward
 

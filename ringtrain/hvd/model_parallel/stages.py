@@ -39,14 +39,17 @@ class Stage:
 
     def added_loss(self) -> Any:
         """Sum of the losses that its layers add, of weights and activations; None: of none."""
-        losses = [loss for layer in self.layers for loss in layer.losses]
-        return tf.add_n([tf.convert_to_tensor(loss) for loss in losses]) if losses else None
+        losses: list[Any] = []
+        for layer in self.layers:
+            losses += layer.losses
+        if not losses:
+            return None
+        return tf.add_n([tf.convert_to_tensor(loss) for loss in losses])
 
     def bytes_of(self) -> tuple[int, int]:
         """Bytes of its weights, and of one row of its layers' outputs."""
-        weights = sum(nbytes(one.shape, one.dtype) for one in self.model.weights)
-        nodes = [node for node in nodes_of(self.model) if not node.is_input]
-        return weights, sum(nbytes(one.shape[1:], one.dtype) for node in nodes for one in node.output_tensors)
+        weights = sum(nbytes(weight.shape, weight.dtype) for weight in self.model.weights)
+        return weights, sum(_row_bytes(node) for node in nodes_of(self.model) if not node.is_input)
 
 
 def split(
@@ -92,30 +95,29 @@ def split(
     if columns > 1 and layers > 1:
         raise ValueError("split: got layers and columns: choose one")
     devices = devices or own_devices(max(layers, columns))
-    made = stages_of(functional, layers, stages, devices[:layers])
-    for stage in made:
+    parts = stages_of(functional, layers, stages, devices[:layers])
+    for stage in parts:
         for variable in stage.model.variables:
             move(variable, stage.device)
     if columns > 1:
         divide(functional, devices)
-    step = Step(model, made, micro_batches)
-    set_untracked(model, call=step.call, ringtrain_stages=made)
+    step = Step(model, parts, micro_batches)
+    set_untracked(model, call=step.call, ringtrain_stages=parts)
     wrap(model, "micro-batches", lambda _: step.train_step)
-    return made
+    return parts
 
 
 def _functional_of(model: keras.Model) -> Functional:
     """Functional model of a built functional or sequential model; raises ValueError if it cannot be split."""
+    kind = type(model).__name__
     if not isinstance(model, keras.Sequential) and not hasattr(model, "_nodes_by_depth"):
-        raise ValueError(f"split: {type(model).__name__} is a class of its own: build a functional or sequential model")
+        raise ValueError(f"split: {kind} is a class of its own: build a functional or sequential model")
     calls = keras.Sequential.call, Functional.call
     if type(model).train_step is not keras.Model.train_step or type(model).call not in calls:
-        raise ValueError(
-            f"split: {type(model).__name__} has a train_step or call of its own, which cannot be taken apart"
-        )
+        raise ValueError(f"split: {kind} has a train_step or call of its own, which cannot be taken apart")
     if hasattr(model, "ringtrain_stages"):
         raise ValueError(f"split: {model.name} is split already")
-    if model.compiled and any(one.built for one in optimizers_of(model)):
+    if model.compiled and any(optimizer.built for optimizer in optimizers_of(model)):
         raise ValueError("split: the optimizer has slots already, which would not lie beside the weights: split before")
     functional = model._functional if isinstance(model, keras.Sequential) else model
     if functional is None:
@@ -125,51 +127,70 @@ def _functional_of(model: keras.Model) -> Functional:
 
 def own_devices(number: int) -> list[str]:
     """Names of this process' first logical devices."""
-    found = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
-    if len(found) < number:
-        raise ValueError(f"split: needs {number} devices, this process has {len(found)} of kind {found[0].device_type}")
-    return [f"{one.device_type}:{index}" for index, one in enumerate(found[:number])]
+    devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+    kind = devices[0].device_type
+    if len(devices) < number:
+        raise ValueError(f"split: needs {number} devices, this process has {len(devices)} of kind {kind}")
+    return [f"{kind}:{index}" for index in range(number)]
 
 
 def stages_of(model: keras.Model, number: int, begins: Sequence[str], devices: Sequence[str]) -> list[Stage]:
     """Stages of a functional model, cut at the layers that are named, or so that the largest is small."""
     nodes = nodes_of(model)
     cuts = places_to_cut(nodes, model.outputs)
-    names = {nodes[place].operation.name: place for place in cuts}
+    indices = {nodes[index].operation.name: index for index in cuts}
     if begins:
         for name in begins:
-            if name not in names:
-                raise ValueError(f"split: no stage can begin with layer {name}: expected some of {', '.join(names)}")
-        chosen = [names[name] for name in begins]
+            if name not in indices:
+                raise ValueError(f"split: no stage can begin with layer {name}: expected some of {', '.join(indices)}")
+        chosen = [indices[name] for name in begins]
         if chosen != sorted(set(chosen)) or len(chosen) != number - 1:
             raise ValueError(f"split: {number} stages begin with {number - 1} layers in the model's order")
     elif len(cuts) < number - 1:
-        raise ValueError(f"split: {number} stages, but the model can be cut at {len(cuts)} places: {', '.join(names)}")
+        raise ValueError(
+            f"split: {number} stages, but the model can be cut at {len(cuts)} places: {', '.join(indices)}"
+        )
     else:
         chosen = balanced([cost_of(node) for node in nodes], [*cuts], number)
-    edges = [model._inputs_struct, *(cuts[place] for place in chosen), model._outputs_struct]
-    return [Stage(*each) for each in zip(devices, map(keras.Model, edges[:-1], edges[1:]), strict=True)]
+    # A stage ends where the next one begins.
+    edges = [model._inputs_struct, *(cuts[index] for index in chosen), model._outputs_struct]
+    models = map(keras.Model, edges[:-1], edges[1:])
+    return [Stage(device, part) for device, part in zip(devices, models, strict=True)]
 
 
 def places_to_cut(nodes: Sequence[Any], outputs: Sequence[Any]) -> dict[int, Any]:
     """Numbers of nodes in front of which one tensor holds all that the following nodes need, and that tensor."""
-    found, results = {}, {id(one) for one in keras.tree.flatten(outputs)}
-    for place in range(1, len(nodes)):
-        before, after = nodes[:place], nodes[place:]
-        made = {id(one): one for node in before for one in node.output_tensors}
-        given = {id(one) for node in before if node.is_input for one in node.output_tensors}
-        used = {id(one) for node in after for one in node.input_tensors} & made.keys()
-        shared = {id(node.operation) for node in before} & {id(node.operation) for node in after}
-        late = any(node.is_input for node in after) or isinstance(nodes[place].operation, FUSED)
-        if len(used) == 1 and not (used & given or shared or results & made.keys() or late):
-            found[place] = made[used.pop()]
-    return found
+    cuts = {}
+    results = {id(tensor) for tensor in keras.tree.flatten(outputs)}
+    for index in range(1, len(nodes)):
+        before, after = nodes[:index], nodes[index:]
+        if any(node.is_input for node in after) or isinstance(nodes[index].operation, FUSED):
+            continue
+        if {id(node.operation) for node in before} & {id(node.operation) for node in after}:
+            continue
+        tensors: dict[int, Any] = {}
+        inputs: set[int] = set()
+        for node in before:
+            tensors |= {id(tensor): tensor for tensor in node.output_tensors}
+            if node.is_input:
+                inputs |= {id(tensor) for tensor in node.output_tensors}
+        needed: set[int] = set()
+        for node in after:
+            needed |= {id(tensor) for tensor in node.input_tensors if id(tensor) in tensors}
+        if len(needed) == 1 and not needed & inputs and not results & tensors.keys():
+            cuts[index] = tensors[needed.pop()]
+    return cuts
 
 
 def cost_of(node: Any) -> int:
     """Bytes that training needs for a node: weight, gradient and two slots, and the outputs of 32 rows."""
-    weights = sum(nbytes(one.shape, one.dtype) for one in getattr(node.operation, "weights", ()))
-    return 4 * weights + 32 * sum(nbytes(one.shape[1:], one.dtype) for one in node.output_tensors)
+    weights = getattr(node.operation, "weights", ())
+    return 4 * sum(nbytes(weight.shape, weight.dtype) for weight in weights) + 32 * _row_bytes(node)
+
+
+def _row_bytes(node: Any) -> int:
+    """Bytes of one row of a node's outputs."""
+    return sum(nbytes(tensor.shape[1:], tensor.dtype) for tensor in node.output_tensors)
 
 
 def balanced(costs: Sequence[int], cuts: Sequence[int], number: int) -> list[int]:
@@ -177,19 +198,20 @@ def balanced(costs: Sequence[int], cuts: Sequence[int], number: int) -> list[int
     until = [0]
     for cost in costs:
         until.append(until[-1] + cost)
-    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # by the last cut: largest stage before it, cuts
+    # By the last cut: the largest stage before it, and the cuts.
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
     for _ in range(number - 1):
-        best = {
-            place: min(
-                (max(largest, until[place] - until[last]), [*before, place])
-                for last, (largest, before) in best.items()
-                if last < place
-            )
-            for place in cuts
-            if any(last < place for last in best)
-        }
-    ways = [(max(largest, until[-1] - until[last]), before) for last, (largest, before) in best.items()]
-    return min(ways)[1]
+        longer: dict[int, tuple[int, list[int]]] = {}
+        for cut in cuts:
+            ways = []
+            for last, (largest, before) in best.items():
+                if last < cut:
+                    ways.append((max(largest, until[cut] - until[last]), [*before, cut]))
+            if ways:
+                longer[cut] = min(ways)
+        best = longer
+    whole = [(max(largest, until[-1] - until[last]), before) for last, (largest, before) in best.items()]
+    return min(whole)[1]
 
 
 def move(variable: keras.Variable, device: str) -> None:
@@ -201,7 +223,9 @@ def move(variable: keras.Variable, device: str) -> None:
 
 def cut_rows(tensors: Any, begin: Any, end: Any) -> Any:
     """Rows of each tensor of a structure; None stays None."""
-    return None if tensors is None else keras.tree.map_structure(lambda one: one[begin:end], tensors)
+    if tensors is None:
+        return None
+    return keras.tree.map_structure(lambda tensor: tensor[begin:end], tensors)
 
 
 def _marker(tensor: Any) -> Any:
@@ -217,9 +241,12 @@ def order(num_stages: int, num_parts: int, stage: int) -> list[tuple[bool, int]]
     micro-batches, not of all (Narayanan et al. 2021, arXiv 2104.04473).
     """
     ahead = min(num_stages - stage, num_parts)
-    first = [(False, index) for index in range(ahead)]
-    pairs = [((True, index), (False, index + ahead)) for index in range(num_parts)]
-    return [*first, *(work for pair in pairs for work in pair if work[1] < num_parts)]
+    work = [(False, index) for index in range(ahead)]
+    for index in range(num_parts):
+        work.append((True, index))
+        if index + ahead < num_parts:
+            work.append((False, index + ahead))
+    return work
 
 
 @dataclass
@@ -285,15 +312,20 @@ class Step:
                             after[number] = self._backward(parts[index], number, total)
                         else:
                             after[number] = self._forward(parts[index], number, index)
-        outputs = [part.outputs for part in parts]
-        y_pred = keras.tree.map_structure(lambda *each: tf.concat(each, 0), *outputs) if outputs[1:] else outputs[0]
+        y_pred = parts[0].outputs
+        if self.num_parts > 1:
+            outputs = [part.outputs for part in parts]
+            y_pred = keras.tree.map_structure(lambda *tensors: tf.concat(tensors, 0), *outputs)
         loss = tf.add_n([part.loss for part in parts])
-        return y_pred, loss, [total[id(one)] for one in self.model.trainable_variables]
+        return y_pred, loss, [total[id(variable)] for variable in self.model.trainable_variables]
 
     def _part(self, index: int, data: Sequence[Any], num_rows: Any) -> MicroBatch:
-        begin, end = (num_rows * edge // self.num_parts for edge in (index, index + 1))
-        share = tf.cast(end - begin, tf.float64) / tf.cast(num_rows, tf.float64) if self.num_parts > 1 else 1.0
-        x, y, sample_weight = (cut_rows(one, begin, end) for one in data)
+        begin = num_rows * index // self.num_parts
+        end = num_rows * (index + 1) // self.num_parts
+        share: Any = 1.0
+        if self.num_parts > 1:
+            share = tf.cast(end - begin, tf.float64) / tf.cast(num_rows, tf.float64)
+        x, y, sample_weight = (cut_rows(tensors, begin, end) for tensors in data)
         return MicroBatch(x, y, sample_weight, share)
 
     def _is_ready(self, part: MicroBatch, number: int, is_backward: bool) -> bool:
@@ -308,12 +340,14 @@ class Step:
         A tape per stage: a single one would run the whole backward pass on the first device.
         """
         scale: Callable[[Any], Any] = self.model.optimizer.scale_loss
-        stage, tensors = self.stages[number], part.targets[-1][0] if number else part.x
+        stage = self.stages[number]
+        tensors = part.targets[-1][0] if number else part.x
         # Timelines show the names.
         with tf.name_scope(f"stage_{number + 1}_part_{index + 1}"), tf.GradientTape() as tape:
             if number:
                 tensors = tf.identity(tensors)
-                tape.watch([tensors] if tensors.dtype.is_floating else [])
+                if tensors.dtype.is_floating:
+                    tape.watch(tensors)
             part.entries.append(tensors)
             tensors = stage(tensors, training=True)
             part.added += [(layer, [*layer._losses]) for layer in stage.model._flatten_layers()]
@@ -323,47 +357,64 @@ class Step:
                 loss = self.model._compute_loss(
                     x=part.x, y=part.y, y_pred=tensors, sample_weight=part.sample_weight, training=True
                 )
-                part.outputs, part.loss = tensors, loss * tf.cast(part.share, loss.dtype)
+                part.outputs = tensors
+                part.loss = loss * tf.cast(part.share, loss.dtype)
                 part.targets.append([scale(part.loss)])
             else:
+                part.targets.append([tensors])
                 added = stage.added_loss()
-                added = [] if added is None else [scale(added * tf.cast(part.share, added.dtype))]
-                part.targets.append([tensors, *added])
+                if added is not None:
+                    part.targets[-1].append(scale(added * tf.cast(part.share, added.dtype)))
         part.tapes.append(tape)
-        return [_marker(one) for one in part.targets[-1]]
+        return [_marker(tensor) for tensor in part.targets[-1]]
 
     def _backward(self, part: MicroBatch, number: int, total: dict[int, Any]) -> list[Any]:
         """Backward pass of a micro-batch through a stage; adds its gradients to those of earlier ones, by weight."""
-        variables, targets = self.stages[number].model.trainable_variables, part.targets[number]
-        sources = [*(one.value for one in variables), *([part.entries[number]] if number else [])]
-        flows = part.gradients[-1] if part.gradients else []
-        flows = [*flows, *(tf.ones_like(one) for one in targets[len(flows) :])]
+        variables = self.stages[number].model.trainable_variables
+        sources = [variable.value for variable in variables]
+        if number:
+            sources.append(part.entries[number])
+        # The next stage has the gradient of the output; that of an added loss is 1.
+        targets = part.targets[number]
+        flows = list(part.gradients[-1]) if part.gradients else []
+        flows += [tf.ones_like(target) for target in targets[len(flows) :]]
         gradients = part.tapes[number].gradient(targets, sources, output_gradients=flows)
-        for one, gradient in zip(variables, gradients, strict=False):
+        sums = []
+        for variable, gradient in zip(variables, gradients, strict=False):
+            key = id(variable)
             if gradient is not None and self.num_parts > 1:
                 gradient = tf.convert_to_tensor(gradient)  # of an embedding's rows
-                gradient = gradient if total.get(id(one)) is None else total[id(one)] + gradient
-            total[id(one)] = gradient
+                if total.get(key) is not None:
+                    gradient = total[key] + gradient
+            total[key] = gradient
+            if gradient is not None:
+                sums.append(gradient)
         part.gradients.append(gradients[len(variables) :])
-        ended = [_marker(one) for one in part.gradients[-1] if one is not None]
-        return [*ended, *(total[id(one)] for one in variables if total[id(one)] is not None)]
+        ended = [_marker(gradient) for gradient in part.gradients[-1] if gradient is not None]
+        return [*ended, *sums]
 
     def _prepare_optimizer(self) -> None:
         """Puts slots and update arithmetic on the devices of their weights."""
         for optimizer in optimizers_of(self.model):
             inner = innermost(optimizer)
-            if not hasattr(inner, "ringtrain_update_step"):
-                with tf.init_scope():
-                    if columns_of(self.model):
-                        refuse_optimizer(optimizer)
-                    if not optimizer.built:
-                        optimizer.build(self.model.trainable_variables)
-                    if sharded_slots(optimizer):
-                        raise ValueError("split: the update is sharded over the ranks (sharded=True): leave one out")
-                update_step = inner.update_step
+            if hasattr(inner, "ringtrain_update_step"):
+                continue
+            with tf.init_scope():
+                if columns_of(self.model):
+                    refuse_optimizer(optimizer)
+                if not optimizer.built:
+                    optimizer.build(self.model.trainable_variables)
+                if sharded_slots(optimizer):
+                    raise ValueError("split: the update is sharded over the ranks (sharded=True): leave one out")
+            update_step = inner.update_step
+            set_untracked(inner, ringtrain_update_step=update_step, update_step=_beside_weights(update_step))
 
-                def placed(gradient: Any, variable: Any, rate: Any, update_step: Any = update_step) -> None:
-                    with tf.device(tensor_of(variable).device):
-                        update_step(gradient, variable, rate)
 
-                set_untracked(inner, ringtrain_update_step=update_step, update_step=placed)
+def _beside_weights(update_step: Callable[..., None]) -> Callable[..., None]:
+    """An optimizer's update of one weight, on the device of the weight."""
+
+    def update(gradient: Any, variable: Any, rate: Any) -> None:
+        with tf.device(tensor_of(variable).device):
+            update_step(gradient, variable, rate)
+
+    return update

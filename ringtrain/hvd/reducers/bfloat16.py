@@ -29,7 +29,9 @@ class BFloat16(Compressor, Reducer):
         self, reduction: Reduction, tensors: list[tf.Tensor], variables: Sequence[Any], name: str
     ) -> list[tf.Tensor]:
         num_ranks = reduction.num_ranks()
-        factor = 1.0 / num_ranks if reduction.op == Average else 1.0
+        factor: Any = 1.0
+        if reduction.op == Average:
+            factor = 1.0 / num_ranks
         results = list(tensors)
         # As one vector of each dtype: the order of additions is the same in every step.
         for number, members in enumerate(by_dtype(range(len(tensors)), tensors)):
@@ -39,7 +41,8 @@ class BFloat16(Compressor, Reducer):
                 with tf.device(reduction.device_dense):
                     return sum_in_bfloat16(flat, num_ranks, factor, f"{name}_{number}", **options)
 
-            for index, total in zip(members, joined([widened(tensors[index]) for index in members], send), strict=True):
+            totals = joined([widened(tensors[index]) for index in members], send)
+            for index, total in zip(members, totals, strict=True):
                 results[index] = tf.cast(total, tensors[index].dtype)
         return results
 

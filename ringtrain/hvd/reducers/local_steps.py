@@ -50,16 +50,16 @@ class LocalSteps:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        valid = {
-            f"local_steps: got {self.steps}, expected at least 1": self.steps >= 1,
-            f"outer: got {self.outer!r}, expected 'average' or 'nesterov'": self.outer in ("average", "nesterov"),
-            f"learning_rate: got {self.learning_rate}, expected more than 0": self.learning_rate > 0,
-            f"momentum: got {self.momentum}, expected 0 or more, below 1": 0 <= self.momentum < 1,
-            f"warmup_steps: got {self.warmup_steps}, expected at least 0": self.warmup_steps >= 0,
-        }
-        message = next((message for message, holds in valid.items() if not holds), "")
-        if message:
-            raise ValueError(message)
+        if self.steps < 1:
+            raise ValueError(f"local_steps: got {self.steps}, expected at least 1")
+        if self.outer not in ("average", "nesterov"):
+            raise ValueError(f"outer: got {self.outer!r}, expected 'average' or 'nesterov'")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate: got {self.learning_rate}, expected more than 0")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum: got {self.momentum}, expected 0 or more, below 1")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps: got {self.warmup_steps}, expected at least 0")
 
 
 class LocalUpdates(Distributed):
@@ -91,7 +91,9 @@ class LocalUpdates(Distributed):
 
     @property
     def when_reduced(self) -> str:
-        return f"after each round of {self.local.steps} local steps" if self.local.steps > 1 else ""
+        if self.local.steps == 1:
+            return ""
+        return f"after each round of {self.local.steps} local steps"
 
     def why_apart(self) -> str:
         if not self.built or not int(self.steps_of_round):
@@ -107,46 +109,60 @@ class LocalUpdates(Distributed):
             return
         super().add_state()
 
-        def like(name: str) -> list[keras.Variable]:
-            return [self.add_variable_from_reference(one, name) for one in self._trainable_variables]
-
+        weights = self._trainable_variables
+        starts = [self.add_variable_from_reference(weight, "round_start") for weight in weights]
+        velocities = []
+        if self.local.outer == "nesterov":
+            velocities = [self.add_variable_from_reference(weight, "round_velocity") for weight in weights]
+        steps = self.add_variable((), "zeros", "int64", name="round_steps")
         # Not self.starts = ...: Keras tracks attributes, and each is tracked already.
-        state = {
-            "starts": like("round_start"),
-            "velocities_of_rounds": like("round_velocity") if self.local.outer == "nesterov" else [],
-            "steps_of_round": self.add_variable((), "zeros", "int64", name="round_steps"),
-            "ending": tf.function(self.end_round, autograph=False),
-        }
-        self.__dict__.update(state)
-        added = (*self.added, *state["starts"], *state["velocities_of_rounds"], state["steps_of_round"])
-        self.__dict__["added"] = added
+        self.__dict__["starts"] = starts
+        self.__dict__["velocities_of_rounds"] = velocities
+        self.__dict__["steps_of_round"] = steps
+        self.__dict__["ending"] = tf.function(self.end_round, autograph=False)
+        self.__dict__["added"] = (*self.added, *starts, *velocities, steps)
 
     def of_one_rank(self, now: bool) -> list[Any]:
+        if not self.built:
+            return super().of_one_rank(now)
         shared = {id(variable) for variable in (*self.added, self._iterations, *self._rates())}
-        slots = [variable for variable in self.variables if id(variable) not in shared] if self.built else []
-        is_local = not now or (self.built and int(self.steps_of_round) > 0)
-        weights = [variable for variable in self._trainable_variables if is_local] if self.built else []
+        slots = [variable for variable in self.variables if id(variable) not in shared]
+        # Between rounds, the weights are equal.
+        weights: list[Any] = []
+        if not now or int(self.steps_of_round) > 0:
+            weights = self._trainable_variables
         return [*super().of_one_rank(now), *slots, *weights]
 
     def _rates(self) -> list[Any]:
-        return [self._learning_rate] if isinstance(self._learning_rate, keras.Variable) else []
+        if isinstance(self._learning_rate, keras.Variable):
+            return [self._learning_rate]
+        return []
 
     def reduce(self, grads: Any, variables: Any) -> list[Any]:
         """Remembers the weights if a round starts; gradients are this rank's own, but for those of ordinary steps."""
         begins = tf.equal(self.steps_of_round.value, 0)
         tf.cond(begins, self._begin_round, lambda: None)
-        local, alone = [self.is_local(variable) for variable in variables], self.reduction.of_this_rank
+        local = [self.is_local(variable) for variable in variables]
+
+        def of_this_rank() -> list[Any]:
+            return self.reduction.of_this_rank(grads, variables, local)
+
+        def of_all_ranks() -> list[Any]:
+            return self.reduction.uncompressed(grads, variables, local)
+
         if not self.local.warmup_steps:
-            return alone(grads, variables, local)
-        arguments, ordinary = (grads, variables, local), self.reduction.uncompressed
-        return list(tf.cond(self._is_ordinary(), lambda: ordinary(*arguments), lambda: alone(*arguments)))
+            return of_this_rank()
+        return list(tf.cond(self._is_ordinary(), of_all_ranks, of_this_rank))
 
     def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
         super()._backend_update_step(grads, trainable_variables, learning_rate)
-        one = 1 - tf.cast(self._is_ordinary(), tf.int64) if self.local.warmup_steps else 1
-        made = self.steps_of_round.value.assign_add(one)
+        # An ordinary step belongs to no round.
+        added: Any = 1
+        if self.local.warmup_steps:
+            added = 1 - tf.cast(self._is_ordinary(), tf.int64)
+        num_steps = self.steps_of_round.value.assign_add(added)
         places = self.places_of_round()
-        tf.cond(made >= self.local.steps, lambda: self.end_round(places), lambda: None)
+        tf.cond(num_steps >= self.local.steps, lambda: self.end_round(places), lambda: None)
         PLACE.note("reduced", [variable.value for variable in trainable_variables])
 
     def _is_ordinary(self) -> tf.Tensor:
@@ -158,21 +174,25 @@ class LocalUpdates(Distributed):
 
     def places_of_round(self) -> tuple[int, ...]:
         """Indices of the weights that rounds change: neither those of this rank alone, nor those of frozen layers."""
-        each = enumerate(self._trainable_variables)
-        return tuple(place for place, one in each if one.trainable and not self.is_local(one))
+        places = []
+        for index, variable in enumerate(self._trainable_variables):
+            if variable.trainable and not self.is_local(variable):
+                places.append(index)
+        return tuple(places)
 
     def end_round(self, places: Sequence[int]) -> None:
         """Sets weights to the outer optimizer's. A collective."""
-        variables = [self._trainable_variables[place] for place in places]
-        starts = [self.starts[place] for place in places]
+        variables = [self._trainable_variables[index] for index in places]
+        starts = [self.starts[index] for index in places]
         changes = [start.value - variable.value for start, variable in zip(starts, variables, strict=True)]
         means = self.reduction.of_rounds(changes, variables, [False] * len(variables))
-        for place, start, variable, mean in zip(places, starts, variables, means, strict=True):
+        for index, start, variable, mean in zip(places, starts, variables, means, strict=True):
+            rate = 1.0
             if self.local.outer == "nesterov":
-                velocity = self.velocities_of_rounds[place]
+                rate = self.local.learning_rate
+                velocity = self.velocities_of_rounds[index]
                 velocity.assign(self.local.momentum * velocity.value + mean)
                 mean = mean + self.local.momentum * velocity.value
-            rate = self.local.learning_rate if self.local.outer == "nesterov" else 1.0
             variable.assign(start.value - scaled(mean, rate))
             if variable.constraint is not None:
                 variable.assign(variable.constraint(variable))
@@ -197,16 +217,18 @@ def refuse_local(optimizer: Any, reduction: Any, sharded: bool) -> None:
 
 def steps_of_round(model: keras.Model) -> int:
     """Number of local steps since the ranks' weights were equal; 0 also without local steps."""
-    optimizers = [innermost(one) for one in optimizers_of(model)]
-    return max(
-        [int(one.steps_of_round) for one in optimizers if isinstance(one, LocalUpdates) and one.built], default=0
-    )
+    optimizers = [optimizer for optimizer in _local_optimizers(model) if optimizer.built]
+    return max((int(optimizer.steps_of_round) for optimizer in optimizers), default=0)
 
 
 def local_steps_of(model: keras.Model) -> int:
     """Updates per round of a model's optimizers; 1 without local steps."""
+    return max((optimizer.local.steps for optimizer in _local_optimizers(model)), default=1)
+
+
+def _local_optimizers(model: keras.Model) -> list[LocalUpdates]:
     optimizers = map(innermost, optimizers_of(model))
-    return max([one.local.steps for one in optimizers if isinstance(one, LocalUpdates)], default=1)
+    return [optimizer for optimizer in optimizers if isinstance(optimizer, LocalUpdates)]
 
 
 @during("reduce")
@@ -220,6 +242,6 @@ def end_round(model: keras.Model) -> None:
     Args:
         model: Model whose optimizers were made by `DistributedOptimizer(local_steps=...)`.
     """
-    for optimizer in map(innermost, optimizers_of(model)):
-        if isinstance(optimizer, LocalUpdates) and optimizer.built and int(optimizer.steps_of_round):
+    for optimizer in _local_optimizers(model):
+        if optimizer.built and int(optimizer.steps_of_round):
             optimizer.ending(optimizer.places_of_round())

@@ -107,28 +107,40 @@ class LowRank(Reducer):
         self, reduction: Reduction, tensors: list[tf.Tensor], variables: Sequence[Any], name: str
     ) -> list[tf.Tensor]:
         """Means of the gradients, of compressed ones up to the error that is kept."""
-        found = [self._matrices.get(id(tensor_of(variable))) for variable in variables]
-        low = [index for index, matrix in enumerate(found) if matrix is not None]
-        if not low:
+        matrices: dict[int, Matrix] = {}  # by the index of a tensor
+        for index, variable in enumerate(variables):
+            matrix = self._matrices.get(id(tensor_of(variable)))
+            if matrix is not None:
+                matrices[index] = matrix
+        if not matrices:
             return reduction.allreduce(tensors, variables, name)  # the vectors of a check
-        rest = [index for index, matrix in enumerate(found) if matrix is None]
-        matrices = [matrix for matrix in found if matrix is not None]
-        gradients = [tensors[index] for index in low]
-        own = []
-        for matrix, gradient in zip(matrices, gradients, strict=True):
-            kept = gradient if matrix.error is None else gradient + tf.cast(matrix.error.value, gradient.dtype)
-            own.append(tf.reshape(kept, matrix.shape))
-        lefts = [tf.matmul(one, matrix.right.value) for one, matrix in zip(own, matrices, strict=True)]
-        means = reduction.means([*lefts, *(tensors[index] for index in rest)], f"{name}_left")
+
+        # What the last step left out is part of this one.
+        gradients: dict[int, tf.Tensor] = {}
+        for index, matrix in matrices.items():
+            gradient = tensors[index]
+            if matrix.error is not None:
+                gradient = gradient + tf.cast(matrix.error.value, gradient.dtype)
+            gradients[index] = tf.reshape(gradient, matrix.shape)
+
+        # P, together with the tensors that are sent whole.
+        lefts = [tf.matmul(gradients[index], matrix.right.value) for index, matrix in matrices.items()]
+        wholes = [index for index in range(len(tensors)) if index not in matrices]
+        means = reduction.means([*lefts, *(tensors[index] for index in wholes)], f"{name}_left")
         # Householder's QR: orthonormal columns also of a matrix whose rank is lower.
-        lefts = [tf.linalg.qr(one)[0] for one in means[: len(lefts)]]
-        rights = [tf.matmul(one, left, transpose_a=True) for one, left in zip(own, lefts, strict=True)]
+        lefts = [tf.linalg.qr(mean)[0] for mean in means[: len(lefts)]]
+
+        # Q.
+        rights = []
+        for gradient, left in zip(gradients.values(), lefts, strict=True):
+            rights.append(tf.matmul(gradient, left, transpose_a=True))
         rights = reduction.means(rights, f"{name}_right")
-        results = dict(zip(rest, means[len(lefts) :], strict=True))
-        for index, matrix, one, left, right in zip(low, matrices, own, lefts, rights, strict=True):
+
+        results = dict(zip(wholes, means[len(lefts) :], strict=True))
+        for (index, matrix), left, right in zip(matrices.items(), lefts, rights, strict=True):
             result = tf.matmul(left, right, transpose_b=True)
             if matrix.error is not None:
-                matrix.error.assign(tf.reshape(one - result, matrix.error.shape))
+                matrix.error.assign(tf.reshape(gradients[index] - result, matrix.error.shape))
             # A column of zeros, as of a gradient that is zero, would stay zero: the next step begins with the last one.
             is_zero = tf.reduce_all(tf.equal(right, 0), axis=0)
             matrix.right.assign(tf.where(is_zero, matrix.right.value, right))

@@ -43,16 +43,17 @@ class Shards:
         self.variables, self.rank, self.size = list(variables), rank, size
         self.ranges = functools.cache(self._ranges)
         self.groups: list[list[int]] = []
-        latest: dict[str, tuple[list[int], int]] = {}
-        for place, variable in enumerate(self.variables):
-            group, num_bytes = latest.get(variable.dtype, ([], GROUP_BYTES))
-            num_bytes += _length(variable) * _dtype(variable).itemsize
-            if num_bytes > GROUP_BYTES:
-                group, num_bytes = [], _length(variable) * _dtype(variable).itemsize
-                self.groups.append(group)
-            group.append(place)
-            latest[variable.dtype] = group, num_bytes
-        self.segments = [self._segment(place) for place in range(len(self.variables))]
+        latest: dict[str, list[int]] = {}  # group of each dtype
+        latest_bytes: dict[str, int] = {}
+        for index, variable in enumerate(self.variables):
+            dtype, num_bytes = variable.dtype, _nbytes(variable)
+            if dtype not in latest or latest_bytes[dtype] + num_bytes > GROUP_BYTES:
+                latest[dtype] = []
+                latest_bytes[dtype] = 0
+                self.groups.append(latest[dtype])
+            latest[dtype].append(index)
+            latest_bytes[dtype] += num_bytes
+        self.segments = [self._segment(index) for index in range(len(self.variables))]
 
     def _ranges(self, rank: int) -> list[tuple[int, int]]:
         ranges = [(0, 0)] * len(self.variables)
@@ -60,15 +61,16 @@ class Shards:
             lengths = [_length(self.variables[place]) for place in places]
             share, rest = divmod(sum(lengths), self.size)
             begin = rank * share + min(rank, rest)
-            end, offset = begin + share + (rank < rest), 0
+            end = begin + share + (rank < rest)
+            # The same edges, counted from the start of each variable.
             for place, length in zip(places, lengths, strict=True):
-                low, high = (min(max(edge - offset, 0), length) for edge in (begin, end))
-                ranges[place] = low, high
-                offset += length
+                ranges[place] = min(max(begin, 0), length), min(max(end, 0), length)
+                begin, end = begin - length, end - length
         return ranges
 
-    def _segment(self, place: int) -> keras.Variable:
-        variable, (low, high) = self.variables[place], self.ranges(self.rank)[place]
+    def _segment(self, index: int) -> keras.Variable:
+        variable = self.variables[index]
+        low, high = self.ranges(self.rank)[index]
         shape = (high - low, *(1,) * (len(variable.shape) - 1))
         segment = keras.Variable(initializer="zeros", shape=shape, dtype=variable.dtype, name=variable.name)
         segment._path = variable.path  # slots are named after it
@@ -76,9 +78,12 @@ class Shards:
 
     def own(self, values: Mapping[int, Any]) -> dict[int, tf.Tensor]:
         """This rank's parts of whole tensors, by place."""
-        ranges = self.ranges(self.rank)
-        flat = {place: tf.reshape(value, [-1])[slice(*ranges[place])] for place, value in values.items()}
-        return {place: tf.reshape(part, self.segments[place].shape) for place, part in flat.items()}
+        parts = {}
+        for index, value in values.items():
+            low, high = self.ranges(self.rank)[index]
+            part = tf.reshape(value, [-1])[low:high]
+            parts[index] = tf.reshape(part, self.segments[index].shape)
+        return parts
 
     def reduced(self, gradients: Mapping[int, Any], reduction: Any) -> dict[int, tf.Tensor]:
         """This rank's parts of gradients, by place, reduced over the ranks."""
@@ -86,12 +91,15 @@ class Shards:
         for places in self.groups:
             # Variables without a gradient are sent as zeros: the cut must be that of the slots.
             dtype = self.variables[places[0]].dtype
-            tensors = [gradients.get(place, tf.zeros(self.variables[place].shape, dtype)) for place in places]
-            sent.append(_joined([tf.cast(tensor, dtype) for tensor in tensors]))
+            tensors = []
+            for index in places:
+                gradient = gradients.get(index, tf.zeros(self.variables[index].shape, dtype))
+                tensors.append(tf.cast(gradient, dtype))
+            sent.append(_joined(tensors))
         parts: dict[int, tf.Tensor] = {}
         for places, flat in zip(self.groups, reduction.reduce_scatter(sent), strict=True):
             parts |= self._split(flat, places)
-        return {place: parts[place] for place in gradients}
+        return {index: parts[index] for index in gradients}
 
     def load(self, places: Sequence[int]) -> list[keras.Variable]:
         """Sets segments to the current values of their variables, which may have been loaded or broadcast."""
@@ -101,18 +109,21 @@ class Shards:
 
     def join(self, places: Sequence[int], reduction: Any) -> None:
         """Sets the variables on all ranks to the values of all ranks' segments."""
-        sent = [_joined([self.segments[place].value for place in group]) for group in self.groups]
+        sent = [_joined([self.segments[index].value for index in group]) for group in self.groups]
         for group, flat in zip(self.groups, reduction.gather_parts(sent), strict=True):
-            lengths = [_length(self.variables[place]) for place in group]
+            lengths = [_length(self.variables[index]) for index in group]
             whole = tf.ensure_shape(flat, [sum(lengths)])
-            for place, part in zip(group, tf.split(whole, lengths), strict=True):
-                if place in places:
-                    self.variables[place].assign(tf.reshape(part, self.variables[place].shape))
+            for index, part in zip(group, tf.split(whole, lengths), strict=True):
+                if index in places:
+                    self.variables[index].assign(tf.reshape(part, self.variables[index].shape))
 
     def _split(self, flat: tf.Tensor, places: Sequence[int]) -> dict[int, tf.Tensor]:
-        lengths = [_length(self.segments[place]) for place in places]
+        lengths = [_length(self.segments[index]) for index in places]
         parts = tf.split(tf.ensure_shape(flat, [sum(lengths)]), lengths)
-        return {place: tf.reshape(part, self.segments[place].shape) for place, part in zip(places, parts, strict=True)}
+        shaped = {}
+        for index, part in zip(places, parts, strict=True):
+            shaped[index] = tf.reshape(part, self.segments[index].shape)
+        return shaped
 
 
 @dataclass(frozen=True)
@@ -120,15 +131,16 @@ class Part:
     """What a slot of a sharded optimizer is a part of."""
 
     shards: Shards
-    place: int
+    index: int
 
     @property
     def variable(self) -> Any:
         """Variable of the model, whose shape the whole slot has."""
-        return self.shards.variables[self.place]
+        return self.shards.variables[self.index]
 
     def range(self, rank: int) -> slice:
-        return slice(*self.shards.ranges(rank)[self.place])
+        low, high = self.shards.ranges(rank)[self.index]
+        return slice(low, high)
 
 
 class Sharded(Distributed):
@@ -151,12 +163,13 @@ class Sharded(Distributed):
         refuse_overwritten(variables)
         self.__dict__["_shards"] = Shards(variables, *self.reduction.place())
         super().build(self._shards.segments)
-        known = {self._var_key(variable): place for place, variable in enumerate(variables)}
+        known = {self._var_key(variable): index for index, variable in enumerate(variables)}
         self._trainable_variables_indices.update(known)
         self.__dict__["_trainable_variables"] = list(variables)
 
     def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
-        part = Part(self._shards, next(i for i, one in enumerate(self._shards.segments) if one is reference_variable))
+        places = [index for index, segment in enumerate(self._shards.segments) if segment is reference_variable]
+        part = Part(self._shards, places[0])
         if name == "gradient_accumulator":  # reduced by the update only: whole until then
             return super().add_variable_from_reference(part.variable, name, initializer)
         slot = super().add_variable_from_reference(reference_variable, name, initializer)
@@ -167,39 +180,47 @@ class Sharded(Distributed):
         raise ValueError("register_local_var: a sharded update reduces all gradients: leave out sharded=True")
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        super().apply(grads, self._trainable_variables if trainable_variables is None else trainable_variables)
+        if trainable_variables is None:
+            trainable_variables = self._trainable_variables
+        super().apply(grads, trainable_variables)
 
     def _clip_gradients(self, grads: Any) -> Any:
         self._reached.append("hook")
-        given = dict(zip(self._places(self._updated_variables), grads, strict=True))
+        gradients = dict(zip(self._places(self._updated_variables), grads, strict=True))
         if self._reduced_before:
-            own = self._shards.own(given)
+            parts = list(self._shards.own(gradients).values())
         else:
             PLACE.note_each("computed", self._updated_variables, grads)
-            own = self._shards.reduced(given, self.reduction)
-            PLACE.note("reduced", list(own.values()))
+            parts = list(self._shards.reduced(gradients, self.reduction).values())
+            PLACE.note("reduced", parts)
         if self.gradient_norm is None and not self.global_clipnorm:
-            return super(Distributed, self)._clip_gradients(list(own.values()))
-        wide = [part if part.dtype == tf.float64 else tf.cast(part, tf.float32) for part in own.values()]
-        squares = [tf.cast(tf.reduce_sum(tf.square(part)), tf.float64) for part in wide]
+            return super(Distributed, self)._clip_gradients(parts)
+
+        # The norm of whole gradients, of which each rank has a part.
+        squares = []
+        for part in parts:
+            wide = part if part.dtype == tf.float64 else tf.cast(part, tf.float32)
+            squares.append(tf.cast(tf.reduce_sum(tf.square(wide)), tf.float64))
         norm = tf.sqrt(self.reduction.sum_of_parts(tf.add_n(squares)))
         if self.gradient_norm is not None:
             self.gradient_norm.note(lambda: tf.cast(norm, tf.float32))
         if not self.global_clipnorm:
-            return super(Distributed, self)._clip_gradients(list(own.values()))
+            return super(Distributed, self)._clip_gradients(parts)
         factor = self.global_clipnorm / tf.maximum(norm, self.global_clipnorm)
-        return [part * tf.cast(factor, part.dtype) for part in own.values()]
+        return [part * tf.cast(factor, part.dtype) for part in parts]
 
     def _apply_weight_decay(self, variables: Any) -> None:
         super()._apply_weight_decay(self._shards.load(self._places(variables)))
 
     def _use_weight_decay(self, variable: Any) -> Any:
         whole = self._shards.variables[self._get_variable_index(variable)]
-        return super()._use_weight_decay(whole if isinstance(variable, keras.Variable) else whole.value)
+        if not isinstance(variable, keras.Variable):
+            whole = whole.value
+        return super()._use_weight_decay(whole)
 
     def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
         places = self._places(trainable_variables)
-        super()._backend_update_step(grads, [self._shards.segments[place] for place in places], learning_rate)
+        super()._backend_update_step(grads, [self._shards.segments[index] for index in places], learning_rate)
         self._shards.join(places, self.reduction)
 
     def save_own_variables(self, store: Any) -> None:
@@ -216,13 +237,20 @@ def sharded_slots(optimizer: Any) -> list[Any]:
 
 def slot_bytes(optimizers: Sequence[Any]) -> tuple[int, int]:
     """Bytes of the optimizers' variables on this rank, and of those that are not sharded and all whole slots."""
-    variables = [variable for one in optimizers for variable in one.variables]
-    wholes = []
-    for variable in variables:
-        part = part_of(variable)
-        wholes.append(part.variable if part else variable)
-    own, whole = (sum(_length(one) * _dtype(one).itemsize for one in each) for each in (variables, wholes))
-    return own, whole
+    num_bytes = whole_bytes = 0
+    for optimizer in optimizers:
+        for variable in optimizer.variables:
+            part = part_of(variable)
+            num_bytes += _nbytes(variable)
+            whole_bytes += _nbytes(part.variable if part else variable)
+    return num_bytes, whole_bytes
+
+
+def _slots(optimizers: Sequence[Any]) -> list[Any]:
+    slots = []
+    for optimizer in optimizers:
+        slots += sharded_slots(optimizer)
+    return slots
 
 
 def gather_slots(optimizers: Sequence[Any]) -> dict[int, NDArray[Any]]:
@@ -231,42 +259,47 @@ def gather_slots(optimizers: Sequence[Any]) -> dict[int, NDArray[Any]]:
     Returns:
         Arrays of the variables' shapes by the slot's id; {} on other ranks.
     """
-    slots = [slot for one in optimizers for slot in sharded_slots(one)]
+    slots = _slots(optimizers)
     if not slots:
         return {}
+    # Each rank sends as many bytes as the one that has most.
     sent = np.zeros(_row_length(slots), np.uint8)
-    values = [np.ascontiguousarray(slot.numpy()).reshape(-1).view(np.uint8) for slot in slots]
-    joined = np.concatenate(values)
+    joined = np.concatenate([_bytes(slot.numpy()) for slot in slots])
     sent[: joined.size] = joined
     rows = gather_bytes(sent, name="ringtrain_slots")
     if rows is None:
         return {}
-    whole = {id(slot): np.empty(_length_of(slot), _dtype(slot)) for slot in slots}
+    whole = {id(slot): np.empty(_part(slot).variable.shape, _dtype(slot)) for slot in slots}
     for rank, row in enumerate(rows):
         begin = 0
         for slot in slots:
-            part = whole[id(slot)][_part(slot).range(rank)]
+            part = whole[id(slot)].reshape(-1)[_part(slot).range(rank)]
             part[:] = row[begin : begin + part.nbytes].view(part.dtype)
             begin += part.nbytes
-    return {id(slot): whole[id(slot)].reshape(_part(slot).variable.shape) for slot in slots}
+    return whole
 
 
 def scatter_slots(optimizers: Sequence[Any], whole: Mapping[int, NDArray[Any]]) -> None:
     """Sets every rank's part of whole slots that rank 0 has: the reverse of `gather_slots`. A collective."""
-    slots = [slot for one in optimizers for slot in sharded_slots(one)]
+    slots = _slots(optimizers)
     if not slots:
         return
-    length, rows = _row_length(slots), None
+    length = _row_length(slots)
+    rows = None
     if horovod.rank() == 0:
         flat = [np.ascontiguousarray(whole[id(slot)], _dtype(slot)).reshape(-1) for slot in slots]
         rows = []
         for rank in range(horovod.size()):
-            parts = [array[_part(slot).range(rank)].view(np.uint8) for slot, array in zip(slots, flat, strict=True)]
-            joined = np.concatenate(parts)
-            rows.append(np.concatenate([joined, np.zeros(length - joined.size, np.uint8)]))
-    row, begin = scatter_bytes(rows, length, name="ringtrain_slots"), 0
+            row = np.zeros(length, np.uint8)
+            joined = np.concatenate(
+                [_bytes(array[_part(slot).range(rank)]) for slot, array in zip(slots, flat, strict=True)]
+            )
+            row[: joined.size] = joined
+            rows.append(row)
+    row = scatter_bytes(rows, length, name="ringtrain_slots")
+    begin = 0
     for slot in slots:
-        end = begin + _length(slot) * _dtype(slot).itemsize
+        end = begin + _nbytes(slot)
         slot.assign(row[begin:end].view(_dtype(slot)).reshape(slot.shape))
         begin = end
 
@@ -319,7 +352,13 @@ def is_elementwise(optimizer: Any) -> bool:
 
 def _joined(tensors: Sequence[Any]) -> tf.Tensor:
     flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
-    return tf.concat(flat, 0) if len(flat) > 1 else flat[0]
+    if len(flat) == 1:
+        return flat[0]
+    return tf.concat(flat, 0)
+
+
+def _bytes(array: NDArray[Any]) -> NDArray[Any]:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _part(slot: Any) -> Part:
@@ -329,21 +368,23 @@ def _part(slot: Any) -> Part:
 
 def _row_length(slots: Sequence[Any]) -> int:
     """Bytes of the largest part that a rank has of all slots."""
+    longest = 0
+    for rank in range(horovod.size()):
+        num_bytes = 0
+        for slot in slots:
+            part = _part(slot).range(rank)
+            num_bytes += (part.stop - part.start) * _dtype(slot).itemsize
+        longest = max(longest, num_bytes)
+    return longest
 
-    def length(rank: int) -> int:
-        ranges = [_part(slot).range(rank) for slot in slots]
-        return sum((one.stop - one.start) * _dtype(slot).itemsize for one, slot in zip(ranges, slots, strict=True))
 
-    return max(map(length, range(horovod.size())))
-
-
-def _dtype(slot: Any) -> np.dtype[Any]:
-    return np.dtype(tf.as_dtype(slot.dtype).as_numpy_dtype)
+def _dtype(variable: Any) -> np.dtype[Any]:
+    return np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
 
 
 def _length(variable: Any) -> int:
     return int(np.prod(variable.shape, dtype=np.int64))
 
 
-def _length_of(slot: Any) -> int:
-    return int(np.prod(_part(slot).variable.shape, dtype=np.int64))
+def _nbytes(variable: Any) -> int:
+    return _length(variable) * _dtype(variable).itemsize

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn, get_args
+from typing import Annotated, Any, NoReturn, get_args
 
 from ringtrain import config_io
 from ringtrain.cluster.hosts import take
@@ -82,12 +82,16 @@ def main(options: Options, start: ranks.Start, _: ranks.Call) -> int:
     servers = start.launch.ps or 1
     copies = start.launch.np or sum(host.slots for host in start.hosts)
     slots = take(start.hosts, copies, start.launch.oversubscribe)[0].slots
-    config = ["--config", options.config] if options.config else []
-    told = [*config, *start.train_args, *budget(options.budget)]
-    base, entries = config_io.read(told), read(options.strategies, copies)
-    for entry in entries:  # report a mistake before anything starts
-        setup.find(config_io.read([*told, *entry.words]))
-    folder = Path(base.run.directory) / (base.run.name or f"compare-{Path(options.config or base.data.name).stem}")
+    train_args = [*start.train_args, *budget(options.budget)]
+    if options.config:
+        train_args = ["--config", options.config, *train_args]
+    base = config_io.read(train_args)
+    entries = read(options.strategies, copies)
+    # Report a mistake before anything starts.
+    for entry in entries:
+        setup.find(config_io.read([*train_args, *entry.words]))
+    name = base.run.name or f"compare-{Path(options.config or base.data.name).stem}"
+    folder = Path(base.run.directory) / name
     (folder / "starts").mkdir(parents=True, exist_ok=True)
     before = {number: signal.signal(number, end) for number in jobs.SIGNALS}
     try:
@@ -100,17 +104,18 @@ def main(options: Options, start: ranks.Start, _: ranks.Call) -> int:
             trained: list[Result] = []
             for seed in range(base.seed, base.seed + options.seeds):
                 for entry in entries:
-                    earlier = [one for one in trained if one.label == entry.label]
-                    if earlier and all(one.error for one in earlier):  # it would fail again
+                    earlier = [result for result in trained if result.label == entry.label]
+                    if earlier and all(result.error for result in earlier):  # it would fail again
                         continue
-                    slots_of_others = slots if entry.name == ALONE else 1
+                    # One copy alone has the cores of one slot, too.
+                    host_slots = slots if entry.name == ALONE else 1
                     words = [*start.launch_words, *launch_words(entry.name, copies, servers)]
-                    trained.append(train_once(entry, seed, folder, words, told, slots_of_others, lock))
+                    trained.append(train_once(entry, seed, folder, words, train_args, host_slots, lock))
                     say(results.in_words(trained[-1]))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return conclude(trained, options, told, {"copies": copies, "servers": servers})
+    return conclude(trained, options, train_args, {"copies": copies, "servers": servers})
 
 
 def refuse(launch: LaunchOptions) -> None:
@@ -133,7 +138,9 @@ def budget(text: str) -> list[str]:
         kind, _, value = part.partition("=")
         if kind not in BUDGETS:
             raise LaunchError(f"got --budget {part}, expected epochs=5, time=60s or accuracy=0.97, or several: a,b")
-        words += [BUDGETS[kind], str(seconds_of(value)) if kind == "time" else value]
+        if kind == "time":
+            value = str(seconds_of(value))
+        words += [BUDGETS[kind], value]
     return words
 
 
@@ -143,20 +150,27 @@ def read(text: str, copies: int) -> list[Entry]:
     Args:
         text: E.g. "ring,towers:reduction=all,ring:hvd.groups=4"; options without a section are those of the strategy.
     """
-    known, found = [*get_args(option_types()["strategy.name"]), ALONE], dict[str, Entry]()
+    known = [*get_args(option_types()["strategy.name"]), ALONE]
+    entries: dict[str, Entry] = {}
     for label in text.split(","):
-        name, *told = re.split(r":(?=[\w.-]+=)", label)
+        name, *options = re.split(r":(?=[\w.-]+=)", label)
         if name not in known:
             raise LaunchError(f"got --strategies {text}: {name!r} is none: {nearest(name, known)}")
-        words = ["--strategy.name", "ring" if name == ALONE else name]
-        if name == "towers":
+        words = ["--strategy.name", name]
+        if name == ALONE:
+            words = ["--strategy.name", "ring"]
+        elif name == "towers":
             words += ["--strategy.towers", str(copies)]
-        for option, _, value in (one.partition("=") for one in told):
-            words += [f"--{option}" if "." in option else f"--strategy.{option}", value]
+        for word in options:
+            option, _, value = word.partition("=")
+            if "." not in option:
+                option = f"strategy.{option}"
+            words += [f"--{option}", value]
         entry = Entry(label, name, tuple(words))
-        if found.setdefault(file_name(entry), entry) is not entry:
+        if file_name(entry) in entries:
             raise LaunchError(f"got --strategies {text}: {label} is there twice: leave one out")
-    return [*found.values()]
+        entries[file_name(entry)] = entry
+    return list(entries.values())
 
 
 def file_name(entry: Entry) -> str:
@@ -166,35 +180,41 @@ def file_name(entry: Entry) -> str:
 
 def launch_words(strategy: str, copies: int, servers: int) -> list[str]:
     """Options of ringtrain launch for a strategy with the given copies of the model, and servers if it uses any."""
-    return ["-np", "1"] if strategy == ALONE else STRATEGIES[strategy].launch_words(copies, servers)
+    if strategy == ALONE:
+        return ["-np", "1"]
+    return STRATEGIES[strategy].launch_words(copies, servers)
 
 
 def claim(folder: Path, base: Config, copies: int, servers: int, words: Sequence[str]) -> None:
     """Records this comparison's settings in the folder, or checks them; strategies and seeds may be added."""
-    own = {option: value_of(base, option) for option in option_types() if not option.startswith("run.")}
-    jobs.claim(folder / "compare.json", {"-np": copies, "--ps": servers, "launch": list(words), **own}, "comparison")
+    settings: dict[str, Any] = {"-np": copies, "--ps": servers, "launch": list(words)}
+    for option in option_types():
+        if not option.startswith("run."):
+            settings[option] = value_of(base, option)
+    jobs.claim(folder / "compare.json", settings, "comparison")
 
 
 def train_once(
-    entry: Entry, seed: int, folder: Path, words: Sequence[str], told: Sequence[str], slots: int, lock: int
+    entry: Entry, seed: int, folder: Path, words: Sequence[str], train_args: Sequence[str], slots: int, lock: int
 ) -> Result:
     """Trains once, unless the run is finished. An interrupted run is deleted first, since its times are useless.
 
     Args:
         words: Options of ringtrain launch.
-        told: Options of ringtrain.train; the entry's, seed and folder are added.
+        train_args: Options of ringtrain.train; the entry's, seed and folder are added.
         slots: Slots of the host; each of the run's ranks gets the share of the cores of one of them.
         lock: Held until all processes of the run have exited.
     """
     name = f"{file_name(entry)}-{seed}"
-    own, log = folder / name, folder / "starts" / f"{name}.log"
-    if jobs.is_done(own):
-        return Result(entry.label, seed, own)
-    shutil.rmtree(own, ignore_errors=True)
-    say(f"{entry.label}, seed {seed}: {own}")
+    run = folder / name
+    log = folder / "starts" / f"{name}.log"
+    if jobs.is_done(run):
+        return Result(entry.label, seed, run)
+    shutil.rmtree(run, ignore_errors=True)
+    say(f"{entry.label}, seed {seed}: {run}")
     added = ["--seed", str(seed), "--run.directory", str(folder), "--run.name", name]
-    command = ["python", "-m", "ringtrain.train", *told, *entry.words, *added]
-    environ: Mapping[str, str] = {**os.environ, HOST_SLOTS: str(slots)}
+    command = ["python", "-m", "ringtrain.train", *train_args, *entry.words, *added]
+    environ = {**os.environ, HOST_SLOTS: str(slots)}
     process = jobs.start_launch(words, command, environ, log, [lock])
     try:
         code = process.wait()
@@ -202,30 +222,34 @@ def train_once(
         if process.poll() is None:  # a signal arrived
             process.send_signal(signal.SIGTERM)
             process.wait()
-    error = jobs.reason_of(log, code) if code else ""
-    return Result(entry.label, seed, own, error)
+    error = ""
+    if code:
+        error = jobs.reason_of(log, code)
+    return Result(entry.label, seed, run, error)
 
 
-def conclude(trained: Sequence[Result], options: Options, told: Sequence[str], numbers: Mapping[str, int]) -> int:
+def conclude(trained: Sequence[Result], options: Options, train_args: Sequence[str], numbers: Mapping[str, int]) -> int:
     """Prints and writes the results; returns 1 if a run failed, else 0."""
-    target, found = config_io.read(told).train.target_accuracy, results.summaries(trained)
-    title = f"{numbers['copies']} copies, {counted(options.seeds, 'seed')}: {shlex.join(told)}"
-    tables = results.tables(found, target)
+    title = f"{numbers['copies']} copies, {counted(options.seeds, 'seed')}: {shlex.join(train_args)}"
+    summaries = results.summaries(trained)
+    tables = results.tables(summaries, config_io.read(train_args).train.target_accuracy)
     print(title)
     for table in tables:
         table.show()
     if options.out:
-        runs = [one.told() for one in trained]
-        about = {"strategies": options.strategies, "seeds": options.seeds, **numbers, "command": told}
-        stats.write(Path(options.out), "compare", about, {"strategies": found, "runs": runs})
+        runs = [result.told() for result in trained]
+        about = {"strategies": options.strategies, "seeds": options.seeds, **numbers, "command": train_args}
+        stats.write(Path(options.out), "compare", about, {"strategies": summaries, "runs": runs})
     if options.plot:
         results.draw(Path(options.plot), trained, title)
     if options.html:
         results.write_page(Path(options.html), trained, tables, title)
-    failed = [one for one in trained if one.error]
-    for one in failed:
-        print(results.in_words(one))
-    return 1 if failed else 0
+    failed = [result for result in trained if result.error]
+    for result in failed:
+        print(results.in_words(result))
+    if failed:
+        return 1
+    return 0
 
 
 def say(text: str) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringtrain.config import HvdConfig
 from ringtrain.derived import num_reductions
@@ -82,25 +81,29 @@ class Result:
             return []
         numbers = self.run.numbers
         samples = numbers["num_train"] - numbers["dropped_per_epoch"]
-        train_s = itertools.accumulate(one["train_s"] for one in self.run.epochs)
-        return [
-            {
-                "epoch": one["epoch"],
-                "samples": one["epoch"] * samples,
-                "updates": one["global_step"] // numbers["accumulation_steps"],
-                "train_s": so_far_s,
-                "test_accuracy": one["test_accuracy"],
+        points = []
+        train_s = 0.0
+        for epoch in self.run.epochs:
+            train_s += epoch["train_s"]
+            if "test_accuracy" not in epoch:  # a model with a train_step of its own may have none
+                continue
+            point = {
+                "epoch": epoch["epoch"],
+                "samples": epoch["epoch"] * samples,
+                "updates": epoch["global_step"] // numbers["accumulation_steps"],
+                "train_s": train_s,
+                "test_accuracy": epoch["test_accuracy"],
             }
-            for one, so_far_s in zip(self.run.epochs, train_s, strict=True)
-            if "test_accuracy" in one  # a model with a train_step of its own may have none
-        ]
+            points.append(point)
+        return points
 
     @functools.cached_property
     def measured(self) -> dict[str, float | None]:
         """Values of MEASURED."""
-        summary, points, strategy = self.run.summary, self.points, self.run.summary["strategy"]
+        summary, points = self.run.summary, self.points
+        strategy = summary["strategy"]
         target = self.run.options["train.target_accuracy"]
-        reached: dict[str, Any] = next((one for one in points if 0 < target <= one["test_accuracy"]), {})
+        reached: dict[str, Any] = next((point for point in points if 0 < target <= point["test_accuracy"]), {})
         last: dict[str, Any] = points[-1] if points else {}
         num_updates = last.get("updates", 1)
         bytes_in_all = bytes_sent(self.run, num_updates)
@@ -113,7 +116,7 @@ class Result:
             dropped = sum(strategy["dropped"])
         return {
             "test_accuracy": last.get("test_accuracy"),
-            "best_test_accuracy": max((one["test_accuracy"] for one in points), default=None),
+            "best_test_accuracy": max((point["test_accuracy"] for point in points), default=None),
             "to_target_s": reached.get("train_s"),
             "to_target_samples": reached.get("samples"),
             "train_s": last.get("train_s"),
@@ -144,12 +147,14 @@ def waiting_share(summary: Mapping[str, Any]) -> float | None:
     workers = summary["strategy"].get("waiting")
     if workers:
         known = [share for share in workers if share is not None]
-        return float(statistics.mean(known)) if known else None
-    totals = [one["totals"] for one in summary["ranks"] if one["totals"]["step_s"]]
+        if not known:
+            return None
+        return float(statistics.mean(known))
+    totals = [rank["totals"] for rank in summary["ranks"] if rank["totals"]["step_s"]]
     if not totals:
         return None
-    wait_s = sum(one["wait_s"] for one in totals)
-    step_s = sum(one["step_s"] for one in totals)
+    wait_s = sum(times["wait_s"] for times in totals)
+    step_s = sum(times["step_s"] for times in totals)
     return float(wait_s / step_s)
 
 
@@ -162,64 +167,77 @@ def bytes_sent(run: run_folder.Run, num_updates: int) -> float | None:
         reads plus the gradients that it sends. None in other cases.
     """
     name, copies = run.options["strategy.name"], run.numbers["num_ranks"]
-    own = FLOAT_BYTES * run.summary["num_parameters"]
+    weight_bytes = FLOAT_BYTES * run.summary["num_parameters"]
     if name == "towers":
         return 0.0
     if name.startswith("ps-"):
-        return float(2 * own) * num_updates
+        return float(2 * weight_bytes) * num_updates
     if run.options["hvd.op"] != "average":
         return None
-    given = {option.removeprefix("hvd."): value for option, value in run.options.items() if option.startswith("hvd.")}
+    options = {}
+    for option, value in run.options.items():
+        if option.startswith("hvd."):
+            options[option.removeprefix("hvd.")] = value
     per_epoch = max(1, run.numbers["steps_per_epoch"] // run.numbers["accumulation_steps"])
-    whole, compressed = num_reductions(HvdConfig(**given), num_updates, per_epoch)
-    reduced = whole * own + compressed * run.summary.get("reduced_bytes", own)
+    whole, compressed = num_reductions(HvdConfig(**options), num_updates, per_epoch)
+    reduced = whole * weight_bytes + compressed * run.summary.get("reduced_bytes", weight_bytes)
     return float(reduced) * 2 * (copies - 1) / copies
 
 
 def summaries(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
     """Spread over the seeds, number of runs and errors of each strategy."""
-    found: dict[str, dict[str, Any]] = {}
-    for label in dict.fromkeys(one.label for one in results):
-        own = [one for one in results if one.label == label]
-        good = [one.measured for one in own if not one.error]
+    by_label: dict[str, list[Result]] = {}
+    for result in results:
+        by_label.setdefault(result.label, []).append(result)
+    summaries: dict[str, dict[str, Any]] = {}
+    for label, runs in by_label.items():
+        good = [result.measured for result in runs if not result.error]
+        errors = [result.error for result in runs if result.error]
         summary: dict[str, Any] = {}
         for key in MEASURED:
-            measured = [one[key] for one in good]
-            values = [value for value in measured if value is not None]
+            values = []
+            for measured in good:
+                value = measured[key]
+                if value is not None:
+                    values.append(value)
             if values:
                 summary[key] = Spread.of(values)
-        errors = [one.error for one in own if one.error]
-        found[label] = {**summary, "runs": len(good), "errors": errors}
-    return found
+        summaries[label] = {**summary, "runs": len(good), "errors": errors}
+    return summaries
 
 
-def tables(found: Mapping[str, Mapping[str, Any]], target: float) -> list[Table]:
+def tables(summaries: Mapping[str, Mapping[str, Any]], target: float) -> list[Table]:
     """Tables without empty columns and tables; target is an accuracy, 0: none."""
-    made = []
+    known: set[str] = set()
+    for summary in summaries.values():
+        known |= summary.keys()
+    shown = []
     for title, columns in TABLES.items():
-        known = {key for one in found.values() for key in one}
-        shown = {head: how for head, how in columns.items() if how[0] in known}
+        # Columns of which at least one strategy has a value.
+        chosen = {head: column for head, column in columns.items() if column[0] in known}
+        if not chosen:
+            continue
         rows = []
-        for label, one in found.items():
-            cells = [_cell(one, *how) for how in shown.values()]
-            if not one["runs"]:
-                cells[:1] = ["failed"]
+        for label, summary in summaries.items():
+            cells = [_cell(summary, key, factor, form) for key, factor, form in chosen.values()]
+            if not summary["runs"]:
+                cells[0] = "failed"
             rows.append([label, *cells])
-        if shown:
-            made.append(Table(["", *(head.format(target=100 * target) for head in shown)], rows, title))
-    return made
+        heads = [head.format(target=100 * target) for head in chosen]
+        shown.append(Table(["", *heads], rows, title))
+    return shown
 
 
-def _cell(one: Mapping[str, Any], key: str, factor: float, form: str) -> str:
-    spread: Spread | None = one.get(key)
+def _cell(summary: Mapping[str, Any], key: str, factor: float, form: str) -> str:
+    spread: Spread | None = summary.get(key)
     if spread is None:
         return ""
     scaled = spread.times(factor)
     text = f"{scaled.median:{form}}"
     if spread.repeats > 1 and spread.p10 < spread.p90:
         text = scaled.text(form)
-    if spread.repeats != one["runs"]:
-        text += f" [{spread.repeats} of {one['runs']}]"
+    if spread.repeats != summary["runs"]:
+        text += f" [{spread.repeats} of {summary['runs']}]"
     return text
 
 
@@ -234,17 +252,29 @@ def in_words(result: Result) -> str:
     return f"{who}: {last['test_accuracy']:.2%} after {last['epoch']} epochs, {last['train_s']:.1f} s of training"
 
 
-def _lines(results: Sequence[Result], x: str) -> list[tuple[Result, int, bool, list[tuple[float, float]]]]:
-    """Line of each run: its color, whether it is the first of its strategy, accuracy in percent over x."""
-    labels = [*dict.fromkeys(one.label for one in results)]
+class _Curve(NamedTuple):
+    """Accuracy of a run."""
+
+    result: Result
+    colour: int
+    """of its strategy"""
+    is_first: bool
+    """of the runs of its strategy"""
+    points: list[tuple[float, float]]
+    """value of x, accuracy in percent"""
+
+
+def _curves(results: Sequence[Result], x: str) -> list[_Curve]:
+    """Curves of the runs that have one; x: key of the points."""
+    labels = [*dict.fromkeys(result.label for result in results)]
     seen: set[str] = set()
-    found = []
-    for one in results:
-        if one.points:
-            points = [(point[x], 100 * point["test_accuracy"]) for point in one.points]
-            found.append((one, labels.index(one.label), one.label not in seen, points))
-            seen.add(one.label)
-    return found
+    curves = []
+    for result in results:
+        if result.points:
+            points = [(point[x], 100 * point["test_accuracy"]) for point in result.points]
+            curves.append(_Curve(result, labels.index(result.label), result.label not in seen, points))
+            seen.add(result.label)
+    return curves
 
 
 def draw(path: Path, results: Sequence[Result], title: str) -> None:
@@ -256,30 +286,35 @@ def draw(path: Path, results: Sequence[Result], title: str) -> None:
     left.set_subplotspec(halves[0])
     right = left.figure.add_subplot(halves[1], sharey=left, xlabel="samples seen")
     for axes, x in ((left, "train_s"), (right, "samples")):
-        for one, colour, first, points in _lines(results, x):
-            alpha, label = (1.0, one.label) if first else (0.4, None)
-            axes.plot(*zip(*points, strict=True), marker=".", color=f"C{colour}", alpha=alpha, label=label)
+        for curve in _curves(results, x):
+            label, alpha = None, 0.4
+            if curve.is_first:
+                label, alpha = curve.result.label, 1.0
+            xs, accuracies = zip(*curve.points, strict=True)
+            axes.plot(xs, accuracies, marker=".", color=f"C{curve.colour}", alpha=alpha, label=label)
         axes.grid(alpha=0.3)
     write_png(path)
 
 
 def write_page(path: Path, results: Sequence[Result], shown: Sequence[Table], title: str) -> None:
     """Writes an HTML page: tables, curves, and the report of the first run of each strategy."""
-
-    def chart(x: str, axis: str) -> Chart:
-        lines, dashes = [], ""
-        for one, colour, first, points in _lines(results, x):
-            lines.append(Line(one.label, points, colour, not first))
-            if not first:
-                dashes = "other seeds"
-        return Chart("test accuracy, %", axis, lines, dashes=dashes)
-
-    first = [one.run for one, _, is_first, _ in _lines(results, "samples") if is_first]
-    sections = [
-        html.Section("", [title, *(html.Note(in_words(one)) for one in results if one.error)]),
-        *(html.Section(table.title, [replace(table, title="")]) for table in shown),
-        html.Section("Accuracy", [chart("train_s", "seconds of training"), chart("samples", "samples seen"), WORDS]),
-    ]
+    notes = [html.Note(in_words(result)) for result in results if result.error]
+    sections = [html.Section("", [title, *notes])]
+    for table in shown:
+        sections.append(html.Section(table.title, [replace(table, title="")]))
+    charts = [_chart(results, "train_s", "seconds of training"), _chart(results, "samples", "samples seen")]
+    sections.append(html.Section("Accuracy", [*charts, WORDS]))
+    first = [curve.result.run for curve in _curves(results, "samples") if curve.is_first]
     if first:
         sections += cli.sections(first)
     path.write_text(html.html("ringtrain compare", sections), encoding="utf-8")
+
+
+def _chart(results: Sequence[Result], x: str, title: str) -> Chart:
+    lines = []
+    dashes = ""
+    for curve in _curves(results, x):
+        lines.append(Line(curve.result.label, curve.points, curve.colour, dashed=not curve.is_first))
+        if not curve.is_first:
+            dashes = "other seeds"
+    return Chart("test accuracy, %", title, lines, dashes=dashes)

@@ -3,6 +3,7 @@
 cli:      the runs, and the certificate as a table, page and JSON
 kinds:    the job of a configuration and that of a script, and how each is started
 checks:   what the runs show, and the likely reason where something does not hold
+outcomes: weights, metrics and samples of a run, for the checks
 rows:     a callback that records the samples of every step
 suspects: lines of a script that may be the reason
 seeded:   starts a script with a seed

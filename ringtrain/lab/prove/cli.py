@@ -20,8 +20,9 @@ from ringtrain.cluster import processes
 from ringtrain.errors import LaunchError
 from ringtrain.lab import jobs, ranks, stats
 from ringtrain.lab.prove import checks, kinds
-from ringtrain.lab.prove.checks import Check, Outcome, Start
+from ringtrain.lab.prove.checks import Check
 from ringtrain.lab.prove.kinds import PLAIN
+from ringtrain.lab.prove.outcomes import Outcome, Start
 from ringtrain.lab.report import html
 from ringtrain.lab.script import Script
 from ringtrain.lab.tables import Table, counted

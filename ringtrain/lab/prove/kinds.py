@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from ringtrain import config_io, sources
 from ringtrain.config import Config, value_of
 from ringtrain.errors import LaunchError
-from ringtrain.lab.prove.checks import Start
+from ringtrain.lab.prove.outcomes import Start
 from ringtrain.lab.script import Script, variables
 from ringtrain.protocol.for_script import ForScript
 from ringtrain.run import setup

@@ -24,7 +24,9 @@ def read(path: Path) -> Section:
     """Reads the results of a bench as a section."""
     try:
         record = parse_json(path.read_text(encoding="utf-8"))
-        bench, machine, results = str(record["bench"]), dict(record["machine"]), record["results"]
+        bench = str(record["bench"])
+        machine = dict(record["machine"])
+        results = record["results"]
         when = time.strftime("%Y-%m-%d", time.localtime(record.get("time_s", 0)))
         where = f"{when}, {machine.get('host', '?')}: {machine.get('cores', '?')} cores, {machine.get('cpu') or '?'}"
         versions = ", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items())
@@ -37,79 +39,130 @@ def read(path: Path) -> Section:
 
 def _parts(title: str, value: Any) -> list[Part]:
     """Converts nested plain values to tables: alike entries share columns, all others get a row each."""
-    single, parts = [], []
-    items = value.items() if isinstance(value, Mapping) else [(str(place), one) for place, one in enumerate(value)]
-    for name, inner in [*items] if not _is_leaf(value) else [("", value)]:
-        told = " ".join(filter(None, (title, _words(name))))
-        if _is_leaf(inner):
-            single.append((_words(name), _text(name or title, inner)))
-        elif rows := _rows(inner):
-            head = list(dict.fromkeys(key for _, row in rows for key in row))
-            cells = [[told_row, *(_text(key, row.get(key)) for key in head)] for told_row, row in rows]
-            parts += [Table(["", *map(_words, head)], cells, told), *_charts(told, rows)]
+    if isinstance(value, Mapping):
+        entries = list(value.items())
+    else:
+        entries = [(str(index), entry) for index, entry in enumerate(value)]
+    if _is_leaf(value):
+        entries = [("", value)]
+    singles: list[list[str]] = []
+    parts: list[Part] = []
+    for name, entry in entries:
+        heading = " ".join(filter(None, (title, _words(name))))
+        if _is_leaf(entry):
+            singles.append([_words(name), _text(name or title, entry)])
+            continue
+        rows = _rows(entry)
+        if rows:
+            parts.append(_table(heading, rows))
+            parts += _charts(heading, rows)
+        elif isinstance(entry, Mapping) and all(map(_is_leaf, entry.values())):
+            for key, leaf in entry.items():
+                # The name of the whole tells the unit of all, if it has one.
+                unit_name = name if _is_time(name) else key
+                singles.append([f"{_words(name)}: {_words(key)}", _text(unit_name, leaf)])
         else:
-            unit = name if _unit(name) else ""
-            flat = isinstance(inner, Mapping) and all(map(_is_leaf, inner.values()))
-            if flat:
-                single += [(f"{_words(name)}: {_words(key)}", _text(unit or key, one)) for key, one in inner.items()]
-            else:
-                parts += _parts(told, inner)
-    return [*([Table(["", "median (p10 to p90)"], single, title)] if single else []), *parts]
+            parts += _parts(heading, entry)
+    if singles:
+        parts.insert(0, Table(["", "median (p10 to p90)"], singles, title))
+    return parts
 
 
 def _rows(value: Any) -> list[tuple[str, Mapping[str, Any]]]:
     """Rows of a table if all entries are mappings of single values with few columns; else empty."""
+    rows: list[tuple[str, Any]] = []
     if isinstance(value, Mapping):
-        rows = [(str(name), inner) for name, inner in value.items()]
+        rows += value.items()
     else:
-        rows = [
-            (str(one.get("name", place)) if isinstance(one, Mapping) else "", one) for place, one in enumerate(value)
-        ]
-    alike = all(isinstance(row, Mapping) and not _is_leaf(row) and all(map(_is_leaf, row.values())) for _, row in rows)
-    return rows if rows and alike and max(len(row) for _, row in rows) <= MAX_CELLS else []
+        for index, entry in enumerate(value):
+            name = ""
+            if isinstance(entry, Mapping):
+                name = str(entry.get("name", index))
+            rows.append((name, entry))
+    if all(_is_row(entry) for _, entry in rows):
+        return rows
+    return []
+
+
+def _is_row(entry: Any) -> bool:
+    if not isinstance(entry, Mapping) or _is_leaf(entry):
+        return False
+    return len(entry) <= MAX_CELLS and all(map(_is_leaf, entry.values()))
+
+
+def _table(title: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
+    keys: dict[str, None] = {}
+    for _, row in rows:
+        keys |= dict.fromkeys(row)
+    cells = []
+    for name, row in rows:
+        cells.append([name, *(_text(key, row.get(key)) for key in keys)])
+    return Table(["", *map(_words, keys)], cells, title)
 
 
 def _charts(title: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Part]:
-    found: list[Part] = []
-    fast = [(name, row, _value(row.get("images_per_s"))) for name, row in rows]
-    known = [(name, row, value) for name, row, value in fast if value is not None]
-    ranks = [row.get("num_ranks", row.get("ranks")) for _, row, _ in known]
-    if len(known) > 1 and all(isinstance(one, int) for one in ranks) and len({*ranks}) == len(ranks):
-        points = sorted(zip(ranks, (value for _, _, value in known), strict=True))
-        found.append(Chart(f"{title}, images/s", "ranks", [Line("measured", points)], from_zero=True))
-    elif len(known) > 1:
-        found.append(Bars(f"{title}, images/s", ["images/s"], [(name, [value]) for name, _, value in known]))
-    return found
+    """Chart of the speed over the number of ranks, or a bar per row if the rows do not differ in it."""
+    names: list[str] = []
+    ranks: list[Any] = []
+    speeds: list[float] = []
+    for name, row in rows:
+        speed = _median(row.get("images_per_s"))
+        if speed is not None:
+            names.append(name)
+            ranks.append(row.get("num_ranks", row.get("ranks")))
+            speeds.append(speed)
+    if len(speeds) < 2:
+        return []
+    title = f"{title}, images/s"
+    if all(isinstance(num_ranks, int) for num_ranks in ranks) and len(set(ranks)) == len(ranks):
+        points = sorted(zip(ranks, speeds, strict=True))
+        return [Chart(title, "ranks", [Line("measured", points)], from_zero=True)]
+    return [Bars(title, ["images/s"], [(name, [speed]) for name, speed in zip(names, speeds, strict=True)])]
 
 
 def _is_leaf(value: Any) -> bool:
+    """True for what fits into one cell: a single value, a spread of measured values, or a list of single values."""
     if isinstance(value, Mapping):
         return value.keys() >= SPREAD
-    return not isinstance(value, list) or all(isinstance(one, int | float | str) for one in value)
+    if isinstance(value, list):
+        return all(isinstance(entry, int | float | str) for entry in value)
+    return True
 
 
-def _value(value: Any) -> float | None:
+def _median(value: Any) -> float | None:
     if isinstance(value, Mapping):
         return value.get("median")
-    if isinstance(value, list):
-        return statistics.median(value) if value and all(isinstance(one, int | float) for one in value) else None
-    return value if isinstance(value, int | float) else None
+    numbers = value if isinstance(value, list) else [value]
+    if numbers and all(isinstance(entry, int | float) for entry in numbers):
+        return statistics.median(numbers)
+    return None
 
 
-def _unit(name: str) -> str:
-    return "s" if name.endswith("_s") and not name.endswith("_per_s") else ""
+def _is_time(name: str) -> bool:
+    return name.endswith("_s") and not name.endswith("_per_s")
 
 
 def _words(name: str) -> str:
-    return name.removesuffix("_s" if _unit(name) else "").replace("_per_s", "/s").replace("_", " ")
+    if _is_time(name):
+        name = name.removesuffix("_s")
+    return name.replace("_per_s", "/s").replace("_", " ")
 
 
 def _text(name: str, value: Any) -> str:
-    middle = _value(value)
-    if value is None or middle is None or isinstance(value, bool):
-        return "" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    factor, unit = (1e3, " ms") if _unit(name) and abs(middle) < 1 else (1.0, f" {_unit(name)}".rstrip())
-    text = number(factor * middle) + unit
+    """Formats the value of a leaf with its unit, which its name tells."""
+    if value is None:
+        return ""
+    median = _median(value)
+    if isinstance(value, list) and median is None:
+        return ", ".join(map(str, value))
+    if isinstance(value, bool) or median is None:
+        return str(value)
+    factor, unit = 1.0, ""
+    if _is_time(name):
+        unit = " s"
+    if _is_time(name) and abs(median) < 1:
+        factor, unit = 1e3, " ms"
+    text = number(factor * median) + unit
     if isinstance(value, Mapping):
         text += f" ({number(factor * value['p10'])} to {number(factor * value['p90'])})"
     return text

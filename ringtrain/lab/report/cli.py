@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ from ringtrain.lab.report import benches, curves, html, postmortem, remote, run_
 from ringtrain.lab.report.charts import number
 from ringtrain.lab.report.html import Note, Section
 from ringtrain.lab.report.run_folder import Run
-from ringtrain.lab.tables import Table
+from ringtrain.lab.tables import Table, counted
 from ringtrain.monitor import journal, trace
 from ringtrain.options import AT_LEAST_0, FILE, Argument
 
@@ -44,9 +44,10 @@ class Options:
 def main(options: Options) -> int:
     """Reads runs and files of ringtrain bench, and writes a page about them."""
     words = options.run or (str(runs.newest()),)
-    for wanted in ("post_mortem", "timeline"):
-        if getattr(options, wanted) and len(words) != 1:
-            raise LaunchError(f"got {len(words)} runs, --{wanted.replace('_', '-')} is about one")
+    if options.post_mortem and len(words) != 1:
+        raise LaunchError(f"got {len(words)} runs, --post-mortem is about one")
+    if options.timeline and len(words) != 1:
+        raise LaunchError(f"got {len(words)} runs, --timeline is about one")
     with remote.local(words) as paths:
         if options.post_mortem:
             postmortem.show(paths[0])
@@ -60,19 +61,33 @@ def main(options: Options) -> int:
 
 def _report(options: Options, paths: Sequence[Path], of_url: bool) -> None:
     """Prints or writes a report; of a URL's runs in the current folder, unless --out names another file."""
-    read = [run_folder.read(path) for path in paths if path.is_dir() or path.suffix != ".json"]
-    measurements = [benches.read(path) for path in paths if not path.is_dir() and path.suffix == ".json"]
-    title = ", ".join([*names_of(read), *(["measurements"] if measurements else [])])
-    told = [*(sections(read, options.price) if read else []), *measurements]
+    folders = [path for path in paths if path.is_dir() or path.suffix != ".json"]
+    read = [run_folder.read(folder) for folder in folders]
+    measurements = [benches.read(path) for path in paths if path not in folders]
+    names = names_of(read)
+    page: list[Section] = []
+    if read:
+        page += sections(read, options.price)
+    if measurements:
+        names.append("measurements")
+        page += measurements
+    title = ", ".join(names)
+
     if options.markdown:
-        print(journal.printable(html.markdown(title, told)), end="")
-    if options.out or not options.markdown:
-        first = read[0].folder if read else paths[0].parent
-        default = Path(PAGE) if of_url else first / PAGE
-        out = Path(options.out) if options.out else default
-        _write(out, title, told)
-        if not options.markdown:
-            print(journal.printable(str(out)))
+        print(journal.printable(html.markdown(title, page)), end="")
+        if not options.out:
+            return
+    if options.out:
+        out = Path(options.out)
+    elif of_url:
+        out = Path(PAGE)
+    elif read:
+        out = read[0].folder / PAGE
+    else:
+        out = paths[0].parent / PAGE
+    _write(out, title, page)
+    if not options.markdown:
+        print(journal.printable(str(out)))
 
 
 def write_page(folder: Path) -> None:
@@ -81,9 +96,9 @@ def write_page(folder: Path) -> None:
     _write(folder / PAGE, run.name, sections([run]))
 
 
-def _write(out: Path, title: str, told: Sequence[Section]) -> None:
+def _write(out: Path, title: str, page: Sequence[Section]) -> None:
     try:
-        out.write_text(html.html(title, told), encoding="utf-8")
+        out.write_text(html.html(title, page), encoding="utf-8")
     except OSError as error:
         raise RunDirectoryError(f"{out}: cannot be written: {error.strerror}: choose another --out") from error
 
@@ -109,78 +124,81 @@ def sections(read: Sequence[Run], price: float = 0.0) -> list[Section]:
 
 
 def _missing(named: Mapping[str, Run]) -> list[html.Part]:
-    return [Note(f"{name}: {sentence}") for name, run in named.items() for sentence in run.missing]
-
-
-def _table(named: Mapping[str, Run], rows: Mapping[str, Callable[[Run], str]]) -> Table:
-    """Table with a column per run; rows that are empty for all runs are dropped."""
-    cells = [[title, *(tell(run) for run in named.values())] for title, tell in rows.items()]
-    return Table(["", *named], [row for row in cells if any(row[1:])])
+    notes: list[html.Part] = []
+    for name, run in named.items():
+        notes += [Note(f"{name}: {sentence}") for sentence in run.missing]
+    return notes
 
 
 def _numbers(named: Mapping[str, Run]) -> Table:
-    """Table of the results."""
-    metrics = [key for run in named.values() for one in run.epochs[-1:] for key in one if key[:4] in ("test", "val_")]
-    return _table(
-        named,
-        {
-            "state": _state,
-            "best test accuracy": _best,
-            **{curves.words(key): _metric(key) for key in dict.fromkeys([*metrics, "accuracy", "loss"])},
-            "speed, all ranks": _mean_speed,
-            "ranks": _ranks,
-            "steps": _steps,
-            "global batch": lambda run: str(run.numbers.get("global_batch_size", "")),
-            "training since the last start": _fact("fit_s", "s"),
-            "of it evaluating": _fact("evaluate_s", "s"),
-            "checkpoints": _saves,
-            "restarts": _fact("restarts"),
-            "samples left out": _samples_left_out,
-            "ranks' weights": _equal_weights,
-        },
-    )
+    """Table of the results, a column per run; rows that are empty for all runs are dropped."""
+    metrics: dict[str, None] = {}
+    for run in named.values():
+        if run.epochs:
+            metrics |= dict.fromkeys(key for key in run.epochs[-1] if key.startswith(("test", "val_")))
+    metrics |= dict.fromkeys(["accuracy", "loss"])
+    columns = [_results(run, metrics) for run in named.values()]
+    rows = [[title, *(column[title] for column in columns)] for title in columns[0]]
+    return Table(["", *named], [row for row in rows if any(row[1:])])
 
 
-def _fact(key: str, unit: str = "") -> Callable[[Run], str]:
-    """Function for the text of an entry of a run's summary; "" if it has none."""
+def _results(run: Run, metrics: Iterable[str]) -> dict[str, str]:
+    """Results of a run by the titles of their rows; empty text where it has none."""
+    results = {"state": _state(run), "best test accuracy": _best(run)}
+    for key in metrics:
+        results[curves.words(key)] = _last(run, key)
+    results["speed, all ranks"] = _mean_speed(run)
+    results["ranks"] = _ranks(run)
+    results["steps"] = _steps(run)
+    results["global batch"] = str(run.numbers.get("global_batch_size", ""))
+    results["training since the last start"] = _fact(run, "fit_s", "s")
+    results["of it evaluating"] = _fact(run, "evaluate_s", "s")
+    results["checkpoints"] = _saves(run)
+    results["restarts"] = _fact(run, "restarts")
+    results["samples left out"] = _samples_left_out(run)
+    results["ranks' weights"] = _equal_weights(run)
+    return results
 
-    def tell(run: Run) -> str:
-        value = run.summary.get(key)
-        return "" if value is None else f"{number(value)} {unit}".strip()
 
-    return tell
+def _fact(run: Run, key: str, unit: str = "") -> str:
+    """Number in a run's summary; empty if it has none."""
+    value = run.summary.get(key)
+    if value is None:
+        return ""
+    return f"{number(value)} {unit}".strip()
 
 
-def _metric(key: str) -> Callable[[Run], str]:
-    """Function for the text of the last value of a metric."""
-
-    def tell(run: Run) -> str:
-        values = [record[key] for record in run.epochs if record.get(key) is not None]
-        return curves.metric(key, values[-1] if values else None)
-
-    return tell
+def _last(run: Run, key: str) -> str:
+    """Last value of a metric; empty if there is none."""
+    for record in reversed(run.epochs):
+        if record.get(key) is not None:
+            return curves.metric(key, record[key])
+    return ""
 
 
 def _best(run: Run) -> str:
-    found = [(r["test_accuracy"], r["epoch"]) for r in run.epochs if r.get("test_accuracy") is not None]
-    if not found:
+    evaluated = [record for record in run.epochs if record.get("test_accuracy") is not None]
+    if not evaluated:
         return ""
-    value, epoch = max(found, key=lambda one: (one[0], -one[1]))
-    return f"{curves.metric('test_accuracy', value)} (epoch {epoch})"
+    # Of equal ones, the first.
+    best = max(evaluated, key=lambda record: (record["test_accuracy"], -record["epoch"]))
+    return f"{curves.metric('test_accuracy', best['test_accuracy'])} (epoch {best['epoch']})"
 
 
 def _mean_speed(run: Run) -> str:
     if run.summary.get("images_per_s"):
         return f"{number(run.summary['images_per_s'])} images/s"
-    found = [r["images_per_s"] for r in run.epochs or run.steps if r.get("images_per_s")]
-    return f"{number(found[-1])} images/s at last" if found else ""
+    speeds = [record["images_per_s"] for record in run.epochs or run.steps if record.get("images_per_s")]
+    if not speeds:
+        return ""
+    return f"{number(speeds[-1])} images/s at last"
 
 
 def _saves(run: Run) -> str:
-    kept = run.summary.get("saves")
-    if not kept:
+    saves = run.summary.get("saves")
+    if not saves:
         return ""
-    return f"{kept['count']}; training waited {number(kept['stall_s'])} s"
+    return f"{saves['count']}; training waited {number(saves['stall_s'])} s"
 
 
 def _state(run: Run) -> str:
@@ -196,7 +214,7 @@ def _state(run: Run) -> str:
 
 
 def _steps(run: Run) -> str:
-    done = max((r["global_step"] for r in [*run.epochs, *run.steps]), default=0)
+    done = max((record["global_step"] for record in [*run.epochs, *run.steps]), default=0)
     done = max(done, run.summary.get("global_step") or 0)
     planned = run.numbers.get("num_steps")
     if planned and planned != done:
@@ -209,13 +227,13 @@ def _ranks(run: Run) -> str:
     hosts = {event.get("host") for event in run.events} - {None}
     if not num_ranks or not hosts:
         return str(num_ranks or "")
-    return f"{num_ranks} on {len(hosts)} host{'s' if len(hosts) != 1 else ''}"
+    return f"{num_ranks} on {counted(len(hosts), 'host')}"
 
 
 def _samples_left_out(run: Run) -> str:
     if not run.summary.get("skipped_samples"):
         return ""
-    return _fact("skipped_samples")(run)
+    return _fact(run, "skipped_samples")
 
 
 def _equal_weights(run: Run) -> str:
@@ -228,75 +246,112 @@ def _events(named: Mapping[str, Run]) -> list[html.Part]:
     """Exit cause of each attempt of each run, and the events of its journals."""
     parts: list[html.Part] = []
     for name, run in named.items():
-        if not run.events:
-            continue
-        lines = [line.partition(": ")[::2] for line in run.verdict[1:]]
-        causes = [str(cause) for cause in run.summary.get("restart_causes") or []]
-        rows = [[start, how, causes[place] if place < len(causes) else ""] for place, (start, how) in enumerate(lines)]
-        width = 3 if any(row[2] for row in rows) else 2
-        head = ["start", "how it ended", "what the launcher says of it"][:width]
-        parts += [f"{name}: {run.verdict[0]}", Table(head, [row[:width] for row in rows])]
-        told = [event for event in run.events if event["event"] not in AS_NUMBERS]
-        cells = [
-            [
-                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time_s"])),
-                str(event.get("rank", "?")),
-                str(event.get("host", "?")),
-                event["event"],
-                postmortem.in_words(event),
-            ]
-            for event in told[-MAX_EVENTS:]
-        ]
-        which = f"the last {MAX_EVENTS} of {len(told)} events" if len(told) > MAX_EVENTS else "events"
-        parts.append(Table(["time", "rank", "host", "event", "facts"], cells, f"{which} of {name}", folded=True))
+        if run.events:
+            parts += [f"{name}: {run.verdict[0]}", _attempts(run), _journal(name, run)]
     return parts
+
+
+def _attempts(run: Run) -> Table:
+    """How each start ended, also in the words of the launcher if it has any."""
+    causes = [str(cause) for cause in run.summary.get("restart_causes") or []]
+    rows = []
+    for index, line in enumerate(run.verdict[1:]):
+        start, _, how = line.partition(": ")
+        cause = causes[index] if index < len(causes) else ""
+        rows.append([start, how, cause])
+    head = ["start", "how it ended", "what the launcher says of it"]
+    if not any(cause for _, _, cause in rows):
+        return Table(head[:2], [row[:2] for row in rows])
+    return Table(head, rows)
+
+
+def _journal(name: str, run: Run) -> Table:
+    events = [event for event in run.events if event["event"] not in AS_NUMBERS]
+    title = f"events of {name}"
+    if len(events) > MAX_EVENTS:
+        title = f"the last {MAX_EVENTS} of {len(events)} events of {name}"
+    rows = []
+    for event in events[-MAX_EVENTS:]:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time_s"]))
+        rank, host = str(event.get("rank", "?")), str(event.get("host", "?"))
+        rows.append([when, rank, host, event["event"], postmortem.in_words(event)])
+    return Table(["time", "rank", "host", "event", "facts"], rows, title, folded=True)
 
 
 def _configuration(named: Mapping[str, Run]) -> list[html.Part]:
     """Options that differ from their defaults, or, for several runs, between the runs."""
-    known = run_folder.defaults()
-    all_options = dict.fromkeys(option for run in named.values() for option in run.options)
-    values = {
-        option: [_value(run.options[option]) if option in run.options else "" for run in named.values()]
-        for option in all_options
-    }
-    if len(named) == 1:
-        chosen = [option for option in values if [_value(known.get(option, "?"))] != values[option]]
-        head, title = ["option", "value", "default"], "all options"
-        rows = [[option, *values[option], _value(known.get(option, "?"))] for option in chosen]
-        nothing = "Every option is at its default."
-    else:
-        chosen = [option for option, row in values.items() if len({*row}) > 1 and option != "run.name"]
-        head, title = ["option", *named], "all options that are the same"
-        rows = [[option, *values[option]] for option in chosen]
-        nothing = "The runs were given the same options."
-    others = [[option, row[0]] for option, row in values.items() if option not in chosen or len(named) == 1]
-    if not values:
+    options: dict[str, None] = {}
+    for run in named.values():
+        options |= dict.fromkeys(run.options)
+    if not options:
         return []
-    return [Table(head, rows) if rows else nothing, Table(["option", "value"], others, title, folded=True)]
+    if len(named) == 1:
+        return _chosen_options(*named.values())
+    different = []
+    equal = []
+    for option in options:
+        values = [_value(run.options[option]) if option in run.options else "" for run in named.values()]
+        if len(set(values)) > 1 and option != "run.name":
+            different.append([option, *values])
+        else:
+            equal.append([option, values[0]])
+    table = Table(["option", *named], different) if different else "The runs were given the same options."
+    return [table, Table(["option", "value"], equal, "all options that are the same", folded=True)]
+
+
+def _chosen_options(run: Run) -> list[html.Part]:
+    defaults = run_folder.defaults()
+    chosen = []
+    for option, value in run.options.items():
+        default = _value(defaults.get(option, "?"))
+        if _value(value) != default:
+            chosen.append([option, _value(value), default])
+    table = Table(["option", "value", "default"], chosen) if chosen else "Every option is at its default."
+    rows = [[option, _value(value)] for option, value in run.options.items()]
+    return [table, Table(["option", "value"], rows, "all options", folded=True)]
 
 
 def _versions(named: Mapping[str, Run]) -> Table:
     """Package versions, git revision, hosts and start time of the runs."""
-    kept: dict[str, Mapping[str, Any]] = {
-        name: run.summary.get("versions")
-        or next((event["versions"] for event in run.events if event.get("versions")), {})
-        for name, run in named.items()
-    }
-    packages = dict.fromkeys(package for versions in kept.values() for package in versions)
-    rows = [[package, *(str(kept[name].get(package, "")) for name in named)] for package in packages]
-    revisions = [str(run.summary.get("git_revision") or "") for run in named.values()]
-    hosts = [", ".join(sorted({str(event.get("host")) for event in run.events})) for run in named.values()]
-    begun = [_when(min((event["time_s"] for event in run.events), default=0.0)) for run in named.values()]
-    more = [["git revision", *revisions], ["hosts", *hosts], ["begun", *begun]]
-    return Table(["", *named], [*rows, *(row for row in more if any(row[1:]))])
+    runs = named.values()
+    versions = [_packages(run) for run in runs]
+    packages: dict[str, None] = {}
+    for installed in versions:
+        packages |= dict.fromkeys(installed)
+    rows = [[package, *(str(installed.get(package, "")) for installed in versions)] for package in packages]
+    others = [
+        ["git revision", *(str(run.summary.get("git_revision") or "") for run in runs)],
+        ["hosts", *map(_hosts, runs)],
+        ["begun", *map(_begun, runs)],
+    ]
+    rows += [row for row in others if any(row[1:])]
+    return Table(["", *named], rows)
 
 
-def _when(time_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time_s)) if time_s else ""
+def _packages(run: Run) -> Mapping[str, Any]:
+    """Versions by package, from the summary or from a journal."""
+    for record in (run.summary, *run.events):
+        if record.get("versions"):
+            return record["versions"]
+    return {}
+
+
+def _hosts(run: Run) -> str:
+    return ", ".join(sorted({str(event.get("host")) for event in run.events}))
+
+
+def _begun(run: Run) -> str:
+    time_s = min((event["time_s"] for event in run.events), default=0.0)
+    if not time_s:
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time_s))
 
 
 def _value(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_value, value))
-    return f"{value:g}" if isinstance(value, float) else '""' if value == "" else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    if value == "":
+        return '""'
+    return str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -41,44 +42,53 @@ def html(title: str, sections: Sequence[Section]) -> str:
     body = [f"<h1>{escape(title)}</h1>"]
     for section in sections:
         parts = _parts(section.filled)
-        if parts:
-            body += [f"<h2>{escape(section.title)}</h2>" if section.title else "", *parts]
+        if parts and section.title:
+            body.append(f"<h2>{escape(section.title)}</h2>")
+        body += parts
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
-        + "\n".join(filter(None, body))
+        + "\n".join(body)
         + "\n</body>\n</html>\n"
     )
 
 
 def _parts(parts: Sequence[Part]) -> list[str]:
-    found: list[str] = []
-    figures: list[str] = []
-    for part in [*parts, None]:
-        if isinstance(part, Chart | Bars):
-            figures.append(draw(part) if isinstance(part, Chart) else draw_bars(part))
-            continue
-        if any(figures):
-            found.append(f'<div class="charts">{"".join(figures)}</div>')
-        figures = []
-        if isinstance(part, Table):
-            found.append(_table(part))
-        elif isinstance(part, Note):
-            found.append(f'<p class="note">{escape(part.text)}</p>')
-        elif part:
-            found.append(f"<p>{escape(part)}</p>")
-    return found
+    """Elements of the page; charts that follow each other are in one that shows them side by side."""
+    elements: list[str] = []
+    for are_charts, group in itertools.groupby(parts, lambda part: isinstance(part, Chart | Bars)):
+        drawn = [_element(part) for part in group]
+        if are_charts and any(drawn):
+            elements.append(f'<div class="charts">{"".join(drawn)}</div>')
+        elif not are_charts:
+            elements += drawn
+    return elements
+
+
+def _element(part: Part) -> str:
+    match part:
+        case Chart():
+            return draw(part)
+        case Bars():
+            return draw_bars(part)
+        case Table():
+            return _table(part)
+        case Note():
+            return f'<p class="note">{escape(part.text)}</p>'
+    return f"<p>{escape(part)}</p>"
 
 
 def _table(table: Table) -> str:
     # Columns of numbers are right-aligned.
     kinds = [' class="n"' if table.is_number(column) else "" for column in range(len(table.head))]
     rows = "".join(f"<tr>{_cells('td', row, kinds)}</tr>\n" for row in table.rows)
-    made = f'<div class="box"><table>\n<tr>{_cells("th", table.head, kinds)}</tr>\n{rows}</table></div>'
+    box = f'<div class="box"><table>\n<tr>{_cells("th", table.head, kinds)}</tr>\n{rows}</table></div>'
     if table.folded:
-        return f"<details><summary>{escape(table.title)}</summary>{made}</details>"
-    return f"<h3>{escape(table.title)}</h3>{made}" if table.title else made
+        return f"<details><summary>{escape(table.title)}</summary>{box}</details>"
+    if table.title:
+        return f"<h3>{escape(table.title)}</h3>{box}"
+    return box
 
 
 def _cells(tag: str, row: Sequence[str], kinds: Sequence[str]) -> str:
@@ -94,8 +104,11 @@ def markdown(title: str, sections: Sequence[Section]) -> str:
             blocks.append(f"## {plain(section.title)}")
         for part in parts:
             if isinstance(part, Table):
-                blocks += [f"**{plain(part.title)}**"] if part.title else []
+                if part.title:
+                    blocks.append(f"**{plain(part.title)}**")
                 blocks.append(part.markdown())
+            elif isinstance(part, Note):
+                blocks.append(plain(part.text))
             else:
-                blocks.append(plain(part.text if isinstance(part, Note) else part))
+                blocks.append(plain(part))
     return "\n\n".join(blocks) + "\n"

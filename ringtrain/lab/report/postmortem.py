@@ -44,9 +44,12 @@ def show(folder: Path) -> None:
     for line in verdict(events):
         tables.console().print(journal.printable(line), highlight=False, markup=False, style="bold")
     rows = []
-    shown = [event for event in events if event["event"] != "time"]
-    shown = [event for event in shown if event["event"] != "save" or not event.get("rank")]  # all ranks save at once
-    for event in shown:
+    for event in events:
+        if event["event"] == "time":
+            continue
+        # All ranks save at once.
+        if event["event"] == "save" and event.get("rank"):
+            continue
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time_s"]))
         cells = [when, event.get("rank", "?"), event.get("host", "?"), event["event"], in_words(event)]
         rows.append([journal.printable(str(cell)) for cell in cells])
@@ -55,14 +58,21 @@ def show(folder: Path) -> None:
 
 def verdict(events: Sequence[Event]) -> list[str]:
     """Number of attempts of a run and their results: a summary line, then a line per attempt."""
-    groups = _starts(events)
-    complete = _is_complete(groups[-1])
-    size = max(event.get("size", 1) for event in groups[-1])
-    silent = sorted({*range(min(size, MAX_RANKS))} - {event.get("rank") for event in groups[-1]})
-    number = "once" if len(groups) == 1 else f"{len(groups)} times"
-    missing = f"; no journal of rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}" if silent else ""
-    lines = [f"started {number}, {'complete' if complete else 'not complete'}{missing}"]
-    return lines + [f"start {number}: {_outcome(group)}" for number, group in enumerate(groups, 1)]
+    starts = _starts(events)
+    last = starts[-1]
+    summary = "started once, "
+    if len(starts) > 1:
+        summary = f"started {len(starts)} times, "
+    if not _is_complete(last):
+        summary += "not "
+    summary += "complete"
+
+    size = max(event.get("size", 1) for event in last)
+    silent = set(range(min(size, MAX_RANKS))) - {event.get("rank") for event in last}
+    if silent:
+        noun = "rank" if len(silent) == 1 else "ranks"
+        summary += f"; no journal of {noun} {', '.join(map(str, sorted(silent)))}"
+    return [summary, *(f"start {number}: {_outcome(start)}" for number, start in enumerate(starts, 1))]
 
 
 def state(events: Sequence[Event]) -> str:
@@ -84,24 +94,34 @@ def _starts(events: Sequence[Event]) -> list[list[Event]]:
 
 def in_words(event: Event) -> str:
     """Formats the facts of an event."""
-    facts = {name: value for name, value in event.items() if name not in ABOUT and value not in ("", None)}
-    words = WORDS.get(event["event"], lambda event: "")(event)
+    known = WORDS.get(event["event"])
+    words = known(event) if known else ""
     if not words:
+        facts = {name: value for name, value in event.items() if name not in ABOUT and value not in ("", None)}
         words = ", ".join(f"{name} {value}" for name, value in facts.items())
-    step = event.get("global_step")
-    return ": ".join(filter(None, [f"step {step}" if step is not None else "", words]))
+    parts = []
+    if event.get("global_step") is not None:
+        parts.append(f"step {event['global_step']}")
+    if words:
+        parts.append(words)
+    return ": ".join(parts)
 
 
 def _start(event: Event) -> str:
-    known = event.get("versions")
-    versions = ", ".join(f"{name} {version}" for name, version in known.items()) if isinstance(known, dict) else ""
-    source = event.get("resumed_from")
-    return f"{f'from {source}' if source else 'from the beginning'}{f' ({versions})' if versions else ''}"
+    text = "from the beginning"
+    if event.get("resumed_from"):
+        text = f"from {event['resumed_from']}"
+    versions = event.get("versions")
+    if isinstance(versions, dict) and versions:
+        text += f" ({', '.join(f'{name} {version}' for name, version in versions.items())})"
+    return text
 
 
 def _end(event: Event) -> str:
-    by = event.get("stopped_by")
-    return f"exit code {event.get('exit_code')}{f', stopped by {by}' if by else ''}"
+    text = f"exit code {event.get('exit_code')}"
+    if event.get("stopped_by"):
+        text += f", stopped by {event['stopped_by']}"
+    return text
 
 
 def _straggler(event: Event) -> str:
@@ -124,29 +144,32 @@ def _first_line(event: Event) -> str:
     return str(event.get("text", "")).partition("\n")[0]
 
 
-def _is_complete(group: Sequence[Event]) -> bool:
-    ends = [event for event in group if event["event"] == "end"]
+def _is_complete(start: Sequence[Event]) -> bool:
+    ends = [event for event in start if event["event"] == "end"]
     return any(event.get("exit_code") == 0 and event.get("stopped_by") not in PLANNED for event in ends)
 
 
-def _outcome(group: Sequence[Event]) -> str:
-    begun = min(event.get("global_step", 0) for event in group)
-    since = f"from step {begun}: " if begun else ""
-    failed = [event for event in group if event["event"] in ("failure", "stall")]
-    # If another rank failed first, Horovod's error reports only that.
-    failed.sort(key=lambda event: (_is_consequence(event), event["time_s"]))
-    last_step = max(event.get("global_step", 0) for event in group)
-    if failed:
-        first = failed[0]
-        if first["event"] == "stall":
-            return f"{since}stalled at step {first.get('global_step')}: {_first_line(first)}"
-        who = f"rank {first.get('rank')} on {first.get('host')}"
-        step = f" after step {first['global_step']}" if "global_step" in first else ""
-        return f"{since}failed{step}: {who}: {first.get('kind')}: {_first_line(first)}"
-    ends = [event for event in group if event["event"] == "end"]
+def _outcome(start: Sequence[Event]) -> str:
+    first_step = min(event.get("global_step", 0) for event in start)
+    last_step = max(event.get("global_step", 0) for event in start)
+    since = f"from step {first_step}: " if first_step else ""
+    failures = [event for event in start if event["event"] in ("failure", "stall")]
+    if failures:
+        # If another rank failed first, Horovod's error reports only that.
+        cause = min(failures, key=lambda event: (_is_consequence(event), event["time_s"]))
+        return since + _failure(cause)
+    ends = [event for event in start if event["event"] == "end"]
     if not ends:
         return f"{since}broken off without a word after step {last_step} or later: killed, or its host was"
     return f"{since}ended after step {last_step}, {_end(ends[0])}"
+
+
+def _failure(event: Event) -> str:
+    if event["event"] == "stall":
+        return f"stalled at step {event.get('global_step')}: {_first_line(event)}"
+    step = f" after step {event['global_step']}" if "global_step" in event else ""
+    who = f"rank {event.get('rank')} on {event.get('host')}"
+    return f"failed{step}: {who}: {event.get('kind')}: {_first_line(event)}"
 
 
 def _is_consequence(event: Event) -> bool:

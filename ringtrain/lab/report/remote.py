@@ -28,7 +28,10 @@ def local(words: Sequence[str]) -> Iterator[list[Path]]:
     with tempfile.TemporaryDirectory(prefix="ringtrain-") as folder:
         paths = []
         for number, word in enumerate(words):
-            paths.append(_copied(word, Path(folder) / str(number)) if is_url(word) else Path(word))
+            path = Path(word)
+            if is_url(word):
+                path = _copied(word, Path(folder) / str(number))
+            paths.append(path)
         yield paths
 
 

@@ -18,6 +18,13 @@ from ringtrain.monitor import journal
 from ringtrain.protocol.json_text import parse_json
 
 Record = dict[str, Any]
+MISSING = {
+    "config.toml": "its configuration is not known",
+    "metrics.jsonl": "no epoch has been completed",
+    "steps.jsonl": "no step was written down (tracking.every_steps)",
+    "summary.json": "the run still goes on, or was broken off",
+}
+"""what a missing file means"""
 
 
 @dataclass(frozen=True)
@@ -52,75 +59,94 @@ class Run:
 
 def read(folder: Path) -> Run:
     """Reads a run."""
-    kept: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for name in ("metrics.jsonl", "steps.jsonl", "summary.json", "config.toml"):
         with contextlib.suppress(OSError):
-            kept[name] = (folder / name).read_text(encoding="utf-8", errors="replace")
-    events = journal.read(folder) if folder.is_dir() else []
-    if not kept and not events:
+            texts[name] = (folder / name).read_text(encoding="utf-8", errors="replace")
+    events: list[dict[str, Any]] = []
+    if folder.is_dir():
+        events = journal.read(folder)
+    if not texts and not events:
         near = _newest_near(folder)
+        advice = f"did you mean {near}? " if near else ""
         raise RunDirectoryError(
-            f"{folder}: nothing of a run in it: {f'did you mean {near}? ' if near else ''}expected the folder that a"
+            f"{folder}: nothing of a run in it: {advice}expected the folder that a"
             f" run names at its end, or a file that ringtrain bench --out wrote"
         )
-    summary, options, numbers = {}, {}, {}
-    with contextlib.suppress(ValueError):
-        read = parse_json(kept.get("summary.json", "{}"))
-        summary = read if isinstance(read, dict) else {}
-    text = kept.get("config.toml", "")
-    with contextlib.suppress(ValueError, RecursionError):
-        options = _flat(tomllib.loads(text))
-    for name, value in re.findall(r"^# (\w+) = (.*)$", text, re.MULTILINE):
-        with contextlib.suppress(ValueError):
-            numbers[name] = parse_json(value)
-    starts = [event["time_s"] for event in events if event["event"] == "start"]
-    written_s = sum(one for one in map(summary.get, ("started", "fit_s")) if isinstance(one, int | float))
-    reasons = {
-        "config.toml": "its configuration is not known",
-        "metrics.jsonl": "no epoch has been completed",
-        "steps.jsonl": "no step was written down (tracking.every_steps)",
-        "summary.json": "the run still goes on, or was broken off",
-    }
-    missing = [f"no {name}: {why}" for name, why in reasons.items() if not kept.get(name)]
-    missing += [] if events else ["no journals: what happened to its ranks is not known"]
-    if summary and starts and max(starts) > written_s:
-        missing.append("summary.json is of an earlier start: the last one still goes on, or was broken off")
+    summary = _mapping(texts.get("summary.json", ""))
+    options, numbers = _configuration(texts.get("config.toml", ""))
+    if isinstance(summary.get("numbers"), dict):
+        numbers |= summary["numbers"]
     return Run(
         folder,
         folder.resolve().name,
-        _records(kept.get("metrics.jsonl", "")),
-        _records(kept.get("steps.jsonl", "")),
+        _records(texts.get("metrics.jsonl", "")),
+        _records(texts.get("steps.jsonl", "")),
         summary,
         options,
-        numbers | (more if isinstance(more := summary.get("numbers"), dict) else {}),
+        numbers,
         events,
-        missing,
+        _missing(texts, events, summary),
     )
+
+
+def _missing(texts: Mapping[str, str], events: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[str]:
+    """Sentences about files that are missing or empty, and about a summary of an earlier start."""
+    sentences = [f"no {name}: {why}" for name, why in MISSING.items() if not texts.get(name)]
+    if not events:
+        sentences.append("no journals: what happened to its ranks is not known")
+    starts = [event["time_s"] for event in events if event["event"] == "start"]
+    times = [summary.get("started"), summary.get("fit_s")]
+    written_s = sum(time_s for time_s in times if isinstance(time_s, int | float))
+    if summary and starts and max(starts) > written_s:
+        sentences.append("summary.json is of an earlier start: the last one still goes on, or was broken off")
+    return sentences
+
+
+def _configuration(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of a config.toml by dotted name, and the numbers in its comments."""
+    options: dict[str, Any] = {}
+    with contextlib.suppress(ValueError, RecursionError):
+        options = _flat(tomllib.loads(text))
+    numbers: dict[str, Any] = {}
+    for name, value in re.findall(r"^# (\w+) = (.*)$", text, re.MULTILINE):
+        with contextlib.suppress(ValueError):
+            numbers[name] = parse_json(value)
+    return options, numbers
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    """Parses a JSON object; empty if the text is none."""
+    with contextlib.suppress(ValueError):
+        value = parse_json(text)
+        if isinstance(value, dict):
+            return value
+    return {}
 
 
 def _newest_near(folder: Path) -> Path | None:
     """Newest run inside this folder or with this folder's name as a prefix."""
-    found = [*folder.parent.glob(f"{folder.name}*/config.toml"), *folder.glob("*/config.toml")]
-    return max(found, key=lambda path: path.stat().st_mtime).parent if found else None
+    configs = [*folder.parent.glob(f"{folder.name}*/config.toml"), *folder.glob("*/config.toml")]
+    if not configs:
+        return None
+    return max(configs, key=lambda path: path.stat().st_mtime).parent
 
 
 def _records(text: str) -> list[Record]:
     """Parses lines of JSON; the last line of a killed process may be incomplete."""
-    records = []
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            record = parse_json(line)
-            if isinstance(record, dict) and "global_step" in record:
-                records.append(record)
-    return records
+    records = [_mapping(line) for line in text.splitlines()]
+    return [record for record in records if "global_step" in record]
 
 
 def _flat(tables: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in tables.items():
-        inner = {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
-        found |= inner
-    return found
+    values: dict[str, Any] = {}
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            values[name] = table
+            continue
+        for key, value in table.items():
+            values[f"{name}.{key}"] = value
+    return values
 
 
 def defaults() -> dict[str, Any]:

@@ -39,27 +39,28 @@ class Options:
 def main(options: Options) -> int:
     """Prints a line per run."""
     with remote.local([options.folder]) as (parent,):
-        found = [facts(folder) for folder in runs_in(parent)]
+        runs = [facts(folder) for folder in runs_in(parent)]
     if remote.is_url(options.folder):
-        for run in found:
+        # Not that of the temporary copy.
+        for run in runs:
             run["folder"] = f"{options.folder.rstrip('/')}/{run['run']}"
     if options.json:
-        print(json.dumps([plain(run) for run in found], indent=1, ensure_ascii=False))
+        print(json.dumps([plain(run) for run in runs], indent=1, ensure_ascii=False))
     elif options.prometheus:
-        print(time_use.prometheus(found), end="")
-    elif not found:
+        print(time_use.prometheus(runs), end="")
+    elif not runs:
         raise RunDirectoryError(f"{options.folder}: holds no runs: give the folder of --run.directory")
     else:
-        table(found).show()
+        table(runs).show()
     return 0
 
 
 def newest(parent: Path = Path(RUNS)) -> Path:
     """Folder of the run that was started last; raises RunDirectoryError if there is none."""
-    found = runs_in(parent)
-    if not found:
+    folders = runs_in(parent)
+    if not folders:
         raise RunDirectoryError(f"{parent}: holds no runs: give the folder of a run")
-    return found[0]
+    return folders[0]
 
 
 def runs_in(parent: Path) -> list[Path]:
@@ -76,64 +77,85 @@ def _started_s(folder: Path) -> float:
 def facts(folder: Path) -> dict[str, Any]:
     """State, progress, metrics, speed and date of a run; None where they are not known."""
     run = run_folder.read(folder)
-    last = run.epochs[-1] if run.epochs else {}
     is_running = is_locked(folder) or is_leased(folder)
+    state = "running"
     # While it runs, the summary is that of an earlier start.
-    summary: Mapping[str, Any] = {} if is_running else run.summary
-    metrics = summary.get("metrics") or {key: last[key] for key in last if key not in NO_METRICS}
-    speeds = [one["images_per_s"] for one in [*run.epochs, *run.steps] if one.get("images_per_s")]
-    started_s = min((event["time_s"] for event in run.events), default=summary.get("started"))
+    summary: Mapping[str, Any] = {}
+    if not is_running:
+        state = _state(run)
+        summary = run.summary
+    records = [*run.epochs, *run.steps]
+    times: dict[str, Any] = {"starts": None, "goodput": None, "seconds": {}}
     spent = goodput.of(run.events)
+    if spent:
+        times = {"starts": len(spent.attempts), "goodput": spent.share, "seconds": spent.seconds}
     return {
         "run": run.name,
         "folder": str(folder),
-        "state": "running" if is_running else _state(run),
+        "state": state,
         "stopped_by": summary.get("stopped_by") or "",
-        "global_step": max(one.get("global_step") or 0 for one in [summary, *run.epochs, *run.steps]),
+        "global_step": max(record.get("global_step") or 0 for record in [summary, *records]),
         "num_steps": run.numbers.get("num_steps"),
-        "metrics": metrics,
-        "images_per_s": summary.get("images_per_s") or (speeds[-1] if speeds else None),
+        "metrics": summary.get("metrics") or _last_metrics(run),
+        "images_per_s": summary.get("images_per_s") or _last_speed(records),
         "num_ranks": summary.get("num_ranks") or run.numbers.get("num_ranks"),
-        "started_s": started_s,
-        "starts": len(spent.attempts) if spent else None,
-        "goodput": spent.share if spent else None,
-        "seconds": spent.seconds if spent else {},
+        "started_s": min((event["time_s"] for event in run.events), default=summary.get("started")),
+        **times,
     }
+
+
+def _last_metrics(run: Run) -> dict[str, Any]:
+    if not run.epochs:
+        return {}
+    return {key: value for key, value in run.epochs[-1].items() if key not in NO_METRICS}
+
+
+def _last_speed(records: Sequence[Mapping[str, Any]]) -> float | None:
+    for record in reversed(records):
+        if record.get("images_per_s"):
+            return record["images_per_s"]
+    return None
 
 
 def _state(run: Run) -> str:
     if run.events:
         return postmortem.state(run.events)
-    return "complete" if jobs.is_done(run.folder) else "stopped" if run.summary else "killed"
+    if jobs.is_done(run.folder):
+        return "complete"
+    if run.summary:
+        return "stopped"
+    return "killed"
 
 
-def table(found: Sequence[Mapping[str, Any]]) -> tables.Table:
+def table(runs: Sequence[Mapping[str, Any]]) -> tables.Table:
     """Table of runs."""
     # First the metrics that most runs have, of these the ones on test data, of these the ones besides the loss.
-    count = Counter(key for run in found for key in run["metrics"])
-    columns = sorted(count, key=lambda key: (-count[key], not key.startswith(("test_", "val_")), "loss" in key))
-    columns = columns[:MAX_METRICS]
-    rows = [_row(run, columns) for run in found]
+    count: Counter[str] = Counter()
+    for run in runs:
+        count.update(list(run["metrics"]))
+    metrics = sorted(count, key=lambda key: (-count[key], not key.startswith(("test_", "val_")), "loss" in key))
+    columns = metrics[:MAX_METRICS]
+    rows = [_row(run, columns) for run in runs]
     head = ["run", "state", "steps", *map(curves.words, columns), "speed", "goodput", "ranks", "started"]
     return tables.Table(head, rows)
 
 
 def _row(run: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
     """Cells of a run. columns: its metrics that are shown."""
-    state, steps, speed, goodput_share = run["state"], f"{run['global_step']:,}", "", ""
+    state = run["state"]
     if state == "stopped" and run["stopped_by"]:
         state += f" by {run['stopped_by']}"
+    steps = f"{run['global_step']:,}"
     if run["num_steps"] and run["num_steps"] != run["global_step"]:
         steps += f" of {run['num_steps']:,}"
-    metrics = []
-    for key in columns:
-        value = run["metrics"].get(key)
-        metrics.append("" if value is None else curves.metric(key, value))
+    metrics = [curves.metric(key, run["metrics"].get(key)) for key in columns]
+    speed = ""
     if run["images_per_s"]:
         speed = f"{number(run['images_per_s'])} images/s"
+    share = ""
     if run["goodput"] is not None:
-        goodput_share = f"{run['goodput']:.0%}"
+        share = f"{run['goodput']:.0%}"
     started = ""
     if run["started_s"]:
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["started_s"]))
-    return [run["run"], state, steps, *metrics, speed, goodput_share, str(run["num_ranks"] or ""), started]
+    return [run["run"], state, steps, *metrics, speed, share, str(run["num_ranks"] or ""), started]

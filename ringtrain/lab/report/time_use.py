@@ -31,40 +31,48 @@ def parts_of(named: Mapping[str, Run], price: float = 0.0) -> list[Part]:
     """Parts of the section about runs whose journals tell. price: of a host for an hour, in any currency."""
     known: dict[str, Goodput] = {}
     for name, run in named.items():
-        kept = goodput.of(run.events)
-        if kept and kept.total_s:
-            known[name] = kept
+        spent = goodput.of(run.events)
+        if spent and spent.total_s:
+            known[name] = spent
     if not known:
         return []
-    used = [part for part in PARTS if any(kept.seconds[part] >= 0.05 for kept in known.values())]
-    rows = [[PARTS[part], *(_amount(kept, part) for kept in known.values())] for part in used]
-    rows.append(["all", *(duration(kept.total_s) for kept in known.values())])
-    rows.append(["goodput", *(f"{kept.share:.1%}" for kept in known.values())])
-    rows.append(["starts", *(str(len(kept.attempts)) for kept in known.values())])
-    rows.append(["hours of hosts", *(f"{kept.host_hours:,.2f}" for kept in known.values())])
+    runs = list(known.values())
+    used = [part for part in PARTS if any(spent.seconds[part] >= 0.05 for spent in runs)]
+
+    rows = [[PARTS[part], *(_amount(spent, part) for spent in runs)] for part in used]
+    rows.append(["all", *(duration(spent.total_s) for spent in runs)])
+    rows.append(["goodput", *(f"{spent.share:.1%}" for spent in runs)])
+    rows.append(["starts", *(str(len(spent.attempts)) for spent in runs)])
+    rows.append(["hours of hosts", *(f"{spent.host_hours:,.2f}" for spent in runs)])
     if price:
-        rows.append(["cost", *(f"{price * kept.host_hours:,.2f}" for kept in known.values())])
-        lost = [f"{price * kept.host_hours * (1 - kept.busy_share):,.2f}" for kept in known.values()]
-        rows.append(["of it not in steps that count", *lost])
-    if any(kept.best_interval_s for kept in known.values()):
-        rows.append(["time between checkpoints that would have cost least", *map(_interval, known.values())])
-    bars = [(name, [kept.seconds[part] for part in used]) for name, kept in known.items()]
+        costs = [price * spent.host_hours for spent in runs]
+        rows.append(["cost", *(f"{cost:,.2f}" for cost in costs)])
+        lost = [cost * (1 - spent.busy_share) for cost, spent in zip(costs, runs, strict=True)]
+        rows.append(["of it not in steps that count", *(f"{cost:,.2f}" for cost in lost)])
+    if any(spent.best_interval_s for spent in runs):
+        rows.append(["time between checkpoints that would have cost least", *map(_interval, runs)])
+
+    bars = []
+    for name, spent in known.items():
+        bars.append((name, [spent.seconds[part] for part in used]))
     return [Bars("time by part, s", [PARTS[part] for part in used], bars), Table(["", *known], rows), MEANING]
 
 
-def _amount(kept: Goodput, part: str) -> str:
-    seconds = kept.seconds[part]
-    return f"{duration(seconds)} ({seconds / kept.total_s:.1%})"
+def _amount(spent: Goodput, part: str) -> str:
+    seconds = spent.seconds[part]
+    return f"{duration(seconds)} ({seconds / spent.total_s:.1%})"
 
 
-def _interval(kept: Goodput) -> str:
-    return duration(kept.best_interval_s) if kept.best_interval_s else ""
+def _interval(spent: Goodput) -> str:
+    if spent.best_interval_s:
+        return duration(spent.best_interval_s)
+    return ""
 
 
-def prometheus(found: Sequence[Mapping[str, Any]]) -> str:
+def prometheus(runs: Sequence[Mapping[str, Any]]) -> str:
     """Text of the runs that `ringtrain runs` lists, in Prometheus' exposition format."""
     samples: dict[str, list[str]] = {name: [] for name in HELP}
-    for run in found:
+    for run in runs:
         label = f'run="{_escaped(run["run"])}"'
         for part, seconds in run["seconds"].items():
             samples["ringtrain_run_seconds"].append(f'{{{label},part="{part}"}} {seconds:.3f}')
@@ -76,7 +84,8 @@ def prometheus(found: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for name, values in samples.items():
         if values:
-            lines += [f"# HELP {name} {HELP[name]}", f"# TYPE {name} gauge", *(name + value for value in values)]
+            lines += [f"# HELP {name} {HELP[name]}", f"# TYPE {name} gauge"]
+            lines += [name + value for value in values]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -1,0 +1,414 @@
+"""The run of a script's own training loop: its context, its steps and its batches.
+
+The script makes the steps; `run.loop.Training` is around them, as in `fit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ringtrain import data, keras_fit
+from ringtrain.config import Config
+from ringtrain.errors import ConfigError, DataError, OutOfSync
+from ringtrain.monitor import journal
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+    from ringtrain.run.context import RunContext
+    from ringtrain.run.loop import Training
+    from ringtrain.sources.loop import LoopOfScript
+
+MODULUS = 2**31 - 1
+"""Fingerprints are below this."""
+
+
+class Loop:
+    """Run of a script's own loop.
+
+        for epoch in run.epochs():
+            for step, (x, y) in run.batches(dataset):     # or: for step in run.steps()
+                run.log(loss=train_step(x, y))
+
+    There are two loops, as scripts have two, with code of their own between epochs. Without `epochs`, `steps` and
+    `batches` give those of all epochs. A step counts when the next one, or the next epoch, is asked for.
+
+    Attributes:
+        folder: Path of the run's folder.
+        history: Values of all epochs by name, those before a resume included.
+        checksum: Checksum of weights and optimizers, after the context.
+    """
+
+    def __init__(self, config: Config, source: LoopOfScript, verbose: bool) -> None:
+        self.config = config
+        self.source = source
+        self.model = source.model
+        source.is_quiet = not verbose
+        self.folder: Path | None = None
+        self.checksum = ""
+        self._around = contextlib.ExitStack()
+        """of the whole run, with its results"""
+        self._during = contextlib.ExitStack()
+        """of training, at the end of which the last state is saved"""
+        self._run: RunContext | None = None
+        """None: not begun, or complete"""
+        self._training: Training | None = None
+        self._epochs: Iterator[tuple[int, range]] = iter(())
+        self._left: range | None = None
+        """steps of the epoch under way; None: there is none"""
+        self._open_step: int | None = None
+        """number in its epoch of the step that the script makes"""
+        self._logs: dict[str, Any] = {}
+        self._weight: tf.Variable | None = None
+        """rows of this rank times the number of ranks, divided by all rows of the step"""
+        self._share = self._share_before = 1.0
+        self._fingerprint = 0
+        self._data: tuple[tuple[Any, ...], Any, bool] | None = None
+        """arguments of `batches`, what reads them, and whether they come with a header"""
+
+    @property
+    def history(self) -> dict[str, list[Any]]:
+        history: dict[str, list[Any]] = self.source.history.history
+        return history
+
+    @property
+    def global_step(self) -> int:
+        """Number of steps that are complete, in all epochs."""
+        if self._run is None:
+            return self.config.train.epochs * self.source.steps
+        return self._run.clock.global_step
+
+    # ---- before and after --------------------------------------------------------------------------------------------
+
+    @keras_fit.in_words_of_a_script()
+    def __enter__(self) -> Loop:
+        from ringtrain import hvd, train
+        from ringtrain.run import loop
+        from ringtrain.run.context import RunContext
+        from ringtrain.sources import script
+
+        if hvd.elastic.is_on():
+            raise ConfigError(
+                "ringtrain.loop: ranks cannot join and leave here: start the job without --elastic, or use"
+                " hvd.elastic.run"
+            )
+        process = train.setup(self.config, self.source, None, journal.Stages())
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(script.unchanged_afterwards(self.model))
+            with keras_fit.journaled(process):
+                run = train.agree(process)
+            if not isinstance(run, RunContext):
+                self._restore_result(process.config, run)
+                self._around = stack.pop_all()
+                return self
+            self._run, self.folder = run, run.folder
+            stack.enter_context(self._during)
+            self._during.enter_context(train.training(run))
+            self._during.enter_context(self._averaged_by_optimizers(run))
+            if run.step_timer:
+                run.step_timer.script = hvd.monitoring.MainThread()
+            run.fingerprint = self._fingerprint_of_batches
+            self._training = loop.Training(run)
+            self._epochs = self._training.epochs()
+            self._around = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        from ringtrain import train
+        from ringtrain.run.console import A_CALLBACK
+
+        run = self._run
+        if error is not None or run is None:
+            self._around.__exit__(kind, error, trace)
+            if run:
+                run.lock.release()
+            return
+        with self._around, keras_fit.journaled(run):
+            self._end_open_step()
+            # A script that has left its loops before their end has decided to stop.
+            stop = run.callbacks.stop
+            if not stop.stopped_by and run.clock.global_step < run.numbers.num_steps:
+                stop.stopped_by = A_CALLBACK
+            for _ in self._epochs:
+                pass  # ends the last one
+            self._during.close()
+            summary, exit_code = train.finish(run)
+        self.checksum = summary["checksum"]
+        keras_fit.end_by_signal(exit_code)
+
+    @contextlib.contextmanager
+    def _averaged_by_optimizers(self, run: RunContext) -> Iterator[None]:
+        """Context in which the optimizers weigh this rank's gradients, and a tape that averages, too, is refused."""
+        import tensorflow as tf
+
+        from ringtrain import hvd
+
+        if run.size == 1 or not self.source.distributes:
+            yield
+            return
+        self._weight = tf.Variable(1.0, trainable=False, dtype=tf.float64)
+        for optimizer in self.model.optimizers:
+            hvd.weigh_gradients(optimizer, self._weight)
+        hvd.process.PROCESS.averaged_by_optimizers = True
+        try:
+            yield
+        finally:
+            hvd.process.PROCESS.averaged_by_optimizers = False
+            for optimizer in self.model.optimizers:
+                hvd.weigh_gradients(optimizer, None)
+
+    def _restore_result(self, config: Config, summary: Mapping[str, Any]) -> None:
+        """Gives models and history the state of a run that was complete."""
+        from ringtrain import hvd
+        from ringtrain.run import callback_state, resume
+
+        folder = self.folder = Path(config.run.directory) / config.run.name
+        models = self.model.models
+        exported = {model.name: model for model in models}
+        if len(models) == 1:
+            exported = {"model": models[0]}
+        resume.restore_result(self.model, folder, summary, config.checkpoint.saved_model, exported)
+        saved = hvd.run_together(lambda: resume.callbacks_of(folder) if hvd.rank() == 0 else ())
+        states = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_history")
+        callback_state.restore_callbacks([self.source.history], states[-1:])
+        self.checksum = summary["checksum"]
+
+    # ---- the loops ---------------------------------------------------------------------------------------------------
+
+    def epochs(self) -> Iterator[int]:
+        """Yields the numbers of the epochs that are left, from 0 on; ends early where the ranks agree to stop."""
+        for epoch, steps in self._epochs:
+            self._left = steps
+            yield epoch
+            self._end_epoch()
+
+    def steps(self) -> Iterator[int]:
+        """Yields the numbers of the steps that are left of an epoch, counted over all epochs from 0 on.
+
+        They are global, so that data and random numbers can follow from them. They end early where ranks agree to stop.
+        """
+        if self._left is None:
+            for _ in self.epochs():
+                yield from self.steps()
+            return
+        run, training = self._running()
+        for step in self._left:
+            training.begin_step(step)
+            self._open_step, self._logs, self._share = step, {}, 1.0
+            self._note_input()
+            yield run.clock.global_step
+            self._end_step()
+            if self.model.stop_training:
+                break
+        self._end_steps()
+
+    def batches(
+        self, x: Any, y: Any = None, sample_weight: Any = None, *, shuffle: bool = True
+    ) -> Iterator[tuple[int, Any]]:
+        """Yields the number of each step, as `steps`, and this rank's rows of its batch.
+
+        Batches before a resume are skipped. Parts of unequal size count by their rows, in gradients and in `log`.
+
+        Args:
+            x, y, sample_weight: As for `ringtrain.fit`: batches of all ranks together, arrays, or a function (rank,
+                number of ranks) that returns the batches of this rank alone. Pass the same object in each epoch.
+            shuffle: Whether arrays, and batches of a `PyDataset`, have another order in every epoch.
+
+        Raises:
+            DataError: Data that cannot be divided, or that end before the epoch.
+        """
+        if self._left is None:
+            for _ in self.epochs():
+                yield from self.batches(x, y, sample_weight, shuffle=shuffle)
+            return
+        run, _ = self._running()
+        from ringtrain.strategies.rows import errors_named
+
+        with errors_named("run.batches"):
+            reader, has_header = self._reader(run, x, y, sample_weight, shuffle)
+            batches: Iterator[Any] = iter(())
+            if self._left:
+                batches = reader(run.clock.epoch, self._left.start)
+        for step in self.steps():
+            batch = next(batches, None)
+            if batch is None:
+                raise DataError(
+                    f"run.batches: the data ended on rank {run.rank} after {self._open_step} of {self.source.steps}"
+                    f" steps of epoch {run.clock.epoch + 1}: pass as many, or fewer steps_per_epoch"
+                )
+            if has_header:
+                header, batch = batch
+                self._weigh(header)
+            self._note_input()
+            yield step, batch
+
+    def rows(self, num: int) -> slice:
+        """This rank's rows of `num` rows of all ranks, as many as every other rank's.
+
+        Raises:
+            DataError: The number of ranks does not divide `num`, so that parts would be unequal.
+        """
+        from ringtrain import hvd
+
+        if num % hvd.size():
+            raise DataError(
+                f"run.rows: got {num} rows for {hvd.size()} ranks, expected a multiple: choose another batch, or"
+                f" use run.batches, which weighs unequal parts"
+            )
+        begin, end = data.part_of(num, hvd.rank(), hvd.size())
+        return slice(begin, end)
+
+    def log(self, **values: Any) -> None:
+        """Logs values of a step, or after the steps of an epoch, of that epoch.
+
+        Of those of steps, the means over all rows are logged for the epoch, unless a metric has the same name. `loss`,
+        or without it all whose names end in `_loss`, end the run where they are not finite. Those of an epoch are means
+        over the ranks.
+
+        Args:
+            values: Numbers or tensors []; the same names on every rank and in every step.
+        """
+        if self._open_step is not None:
+            self._logs |= values
+            return
+        if self._run is not None and self._left is not None:
+            evaluation: Any = self._run.callbacks.evaluation
+            evaluation.logged |= values
+
+    def result(self, metric: keras.Metric) -> Any:
+        """Result of a metric over the rows that all ranks have seen, as in a validation that they divide. Collective.
+
+        The metric itself stays as it is on this rank.
+        """
+        from ringtrain.run.evaluation import result_over_ranks
+
+        return result_over_ranks(metric)
+
+    def stop(self) -> None:
+        """Asks for the end of training on all ranks; any rank may call it.
+
+        They end together after one of the next steps (`health.agree_every_steps`), at the latest after the epoch.
+        """
+        from ringtrain.run.console import A_CALLBACK
+
+        if self._run is not None:
+            self._run.callbacks.stop.request(A_CALLBACK)
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def _running(self) -> tuple[RunContext, Training]:
+        if self._run is None or self._training is None:
+            raise ConfigError("ringtrain.loop: the loop is in its context: write `with ringtrain.loop(...) as run:`")
+        return self._run, self._training
+
+    def _end_step(self) -> None:
+        """Ends the step that the script has made, if there is one."""
+        if self._open_step is None:
+            return
+        _, training = self._running()
+        step, self._open_step = self._open_step, None
+        self.model.log(self._logs, self._share)
+        try:
+            training.end_step(step, self._logs)
+        except OutOfSync as error:
+            how = "the step applies gradients by an optimizer that ringtrain.loop does not have, or was traced before"
+            if not self.source.distributes:
+                how = "distribute=False needs tape = hvd.DistributedGradientTape(tape) in the step"
+            raise OutOfSync(f"ringtrain.loop: {error}: {how}") from error
+
+    def _end_steps(self) -> None:
+        """Gives metrics the state of all ranks, when the steps of an epoch are complete."""
+        from ringtrain.hvd import step_timing
+
+        run, _ = self._running()
+        if run.clock.epoch_complete:
+            evaluation: Any = run.callbacks.evaluation
+            evaluation.end_steps()
+        step_timing.PLACE.enter(step_timing.SCRIPT)
+
+    def _end_open_step(self) -> None:
+        """Ends a step in which the script has left its loop, if it was made: zip(run.steps(), ...) may end before."""
+        if self._logs:
+            self._end_step()
+        self._open_step = None
+
+    def _end_epoch(self) -> None:
+        """Ends the epoch under way; raises ConfigError if the script has left its steps, and asks for the next one."""
+        self._end_open_step()
+        self._left = None
+        run, _ = self._running()
+        clock = run.clock
+        if clock.epoch_complete or run.callbacks.stop.stopped_by:
+            return
+        done, num = clock.global_step % self.source.steps, self.source.steps
+        raise ConfigError(
+            f"ringtrain.loop: the script has left the steps of epoch {clock.epoch + 1} after {done} of {num}: pass as"
+            f" many batches as steps_per_epoch, or call run.stop()"
+        )
+
+    def _note_input(self) -> None:
+        """Notes that the input of a step is ready: its graph computes from now on."""
+        from ringtrain.hvd import step_timing
+
+        step_timing.PLACE.note("input", [])
+
+    # ---- data --------------------------------------------------------------------------------------------------------
+
+    def _reader(self, run: RunContext, x: Any, y: Any, sample_weight: Any, shuffle: bool) -> tuple[Any, bool]:
+        """What makes the batches of an epoch from one of its steps on, and whether each has a header."""
+        arrays = (x, y, sample_weight)
+        if self._data and all(array is before for array, before in zip(arrays, self._data[0], strict=True)):
+            return self._data[1:]
+        numbers, epochs, seed = run.numbers, run.config.train.epochs, run.config.seed
+        arguments = data.FitArguments(
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            steps_per_epoch=numbers.steps_per_epoch,
+            epochs=epochs,
+            shuffle=shuffle,
+            seed=seed,
+        )
+        train, _ = data.inputs(arguments, self.source.rows)
+        parts = data.Parts.of_rank(run.rank, run.size)
+        reader: Any
+        if isinstance(train, data.Stream):
+            reader = data.StreamRows(train, parts)
+        else:
+            reader = data.RowBatches(train, self.source.rows, parts, seed, numbers.steps_per_epoch)
+        self._data = arrays, reader, not reader.is_even
+        run.data_set = data.DataSet(train, run.data_set.test, 0, ())
+        if run.size > 1:
+            data.share_on_host(run.data_set)
+        return reader, not reader.is_even
+
+    def _fingerprint_of_batches(self) -> int | None:
+        """Fingerprint of all batches so far, which the ranks compare; None: they do not."""
+        if self._run is None or self._data is None or self._run.size == 1:
+            return None
+        return self._fingerprint
+
+    def _weigh(self, header: data.Header) -> None:
+        """Weighs this rank's gradients by its rows of the batch."""
+        share = float(np.asarray(header.shares)[0])
+        self._fingerprint = int(math.fmod(self._fingerprint * 31 + float(header.fingerprint), MODULUS))
+        if self._weight is None and share != 1.0:
+            raise DataError(
+                "run.batches: parts of unequal size, which distribute=False cannot weigh: use batches that all ranks"
+                " divide evenly, with drop_remainder=True"
+            )
+        if share == 0.0:
+            raise DataError("run.batches: a batch has fewer rows than there are ranks: use drop_remainder=True")
+        if self._weight is not None and share != self._share_before:
+            self._weight.assign(share)
+        self._share = self._share_before = share
