@@ -28,6 +28,7 @@ LAZY = {
 """public names whose modules are loaded when they are used"""
 
 if TYPE_CHECKING:  # for editors and mypy
+    from ringtrain import hvd as hvd
     from ringtrain.data.from_rank_0 import from_rank_0 as from_rank_0
     from ringtrain.data.records import Records as Records
     from ringtrain.function_call import run as run
@@ -42,11 +43,13 @@ else:
     def __getattr__(name: str) -> Any:
         if name in LAZY:
             return getattr(importlib.import_module(LAZY[name]), name)
+        if name == "hvd":
+            return importlib.import_module("ringtrain.hvd")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *LAZY])
+    return sorted([*globals(), *LAZY, "hvd"])
 
 
 class _Package(ModuleType):

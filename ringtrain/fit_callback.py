@@ -276,17 +276,20 @@ class MetricsOfAllRanks(evaluation.Evaluation):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         super().on_epoch_begin(epoch, logs)
-        self.trained: dict[str, Any] = {}
+        self.trained: tuple[dict[str, Any], dict[str, Any]] | None = None
+        """metrics of all ranks, and of this one"""
         self.validated: dict[str, Any] = {}
 
     def on_test_begin(self, logs: Any = None) -> None:
         hvd.end_round(self.model)
-        self.trained = self.summed(1)
+        self.trained = self.summed(1), self.results
         self.take_own()
 
     def on_test_end(self, logs: Any = None) -> None:
         metrics = self.summed(1)
-        self.validated = {f"{self.run.validation.prefix}{name}": value for name, value in metrics.items()}
+        metric_of = evaluation.metrics_behind(logs or {}, self.results)
+        prefix = self.run.validation.prefix
+        self.validated = {f"{prefix}{name}": metrics[metric] for name, metric in metric_of.items()}
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if not self.run.clock.epoch_complete:
@@ -294,6 +297,6 @@ class MetricsOfAllRanks(evaluation.Evaluation):
         hvd.end_round(self.model)
         hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
         logs = self.logs = {} if logs is None else logs
-        metrics = {**(self.trained or self.summed(1)), **self.validated}
-        self.replace_by_means(logs, metrics)
-        logs |= metrics
+        trained, results = self.trained or (self.summed(1), self.results)
+        self.set_metrics(logs, trained | self.validated, (results,))
+        logs |= self.validated

@@ -167,10 +167,11 @@ def _evaluate(model: keras.Model, given: _Given) -> dict[str, Any]:
         whole = hvd.run_together(lambda: _batches(given, given.x, 0, 1, model.steps_per_execution), of_script=True)
     callbacks = _callbacks(model, given, whole)
 
-    def of_rank() -> tuple[dict[str, Any], list[NDArray[Any]]]:
+    def of_rank() -> tuple[dict[str, Any], dict[str, str], list[NDArray[Any]]]:
         model.reset_metrics()
         before = {id(variable): variable.numpy() for variable in model.metrics_variables}
         logs = evaluation.evaluated(model, whole.dataset, callbacks)
+        metric_of = evaluation.metrics_behind(logs, evaluation.results_of_metrics(model))
         if not callbacks.num_calls:
             _build(model.test_step, whole)  # metrics may still lack their variables
         states = evaluation.states_of_metrics(model)
@@ -181,17 +182,17 @@ def _evaluate(model: keras.Model, given: _Given) -> dict[str, Any]:
             states = begins
         if hvd.rank():  # what a reset leaves belongs to the sum once
             states = [state - begin for state, begin in zip(states, begins, strict=True)]
-        return logs, states
+        return logs, metric_of, states
 
     with hvd.during("evaluate"):
-        logs, states = hvd.run_together(of_rank, of_script=True)
+        logs, metric_of, states = hvd.run_together(of_rank, of_script=True)
     if not no_sums:
         num_calls = _compared(whole, callbacks)
         metrics = evaluation.over_all_ranks(model, 1, states)
         # What a test_step returns besides metrics is that of the last batch, which one of the ranks has had.
         last = max(range(hvd.size()), key=lambda rank: (num_calls[rank], rank))
-        logs = hvd.broadcast_object(logs, root_rank=last, name="ringtrain_logs_of_last_batch")
-        logs = {name: metrics.get(name, value) for name, value in logs.items()}
+        logs, metric_of = hvd.broadcast_object((logs, metric_of), root_rank=last, name="ringtrain_logs_of_last_batch")
+        logs |= {name: metrics[metric] for name, metric in metric_of.items()}
     hvd.run_together(lambda: callbacks.end(logs), of_script=True)
     return logs
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ringtrain.data import sharding
+from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -55,22 +56,62 @@ class Parts(NamedTuple):
         return places
 
     def cut(self, batch: Any) -> tuple[Header, Any]:
-        """This rank's rows of a batch of tensors, dense, ragged or sparse, with their header."""
+        """This rank's rows of a batch of tensors, dense, ragged or sparse, with their header.
+
+        Raises:
+            DataError: When it is read: tensors have different numbers of rows, which the parts do not divide.
+        """
         import tensorflow as tf
 
-        leaves = tf.nest.flatten(batch)
-        rows = num_rows_of(leaves[0])
+        lengths = [num_rows_of(leaf) for leaf in tf.nest.flatten(batch)]
+        with tf.control_dependencies([self._checked(lengths)]):
+            rows = tf.identity(lengths[0])
+        shares = []
+        for begin, end in self._bounds(rows):
+            shares.append(tf.cast(end - begin, tf.float64) * self.num_parts / tf.cast(rows, tf.float64))
+        header = Header(tf.stack(shares), tf.stack(_num_read(self._bounds(rows))), tf.zeros([], tf.float64))
+
+        # Each tensor is divided by its own rows: a batch may have 16 of one kind and 4 of another.
+        def part_of(leaf: Any) -> Any:
+            bounds = self._bounds(num_rows_of(leaf))
+            lengths = _num_read(bounds)
+            begins = [begin * tf.cast(begin < end, begin.dtype) for begin, end in bounds]
+            pieces = [rows_of(leaf, begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
+            return _joined(pieces)
+
+        with tf.control_dependencies([rows]):
+            return header, tf.nest.map_structure(part_of, batch)
+
+    def _bounds(self, rows: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        """As `bounds`, of a number of rows in a graph, int64 []."""
+        import tensorflow as tf
+
         each, more = rows // self.num_parts, rows % self.num_parts
-        bounds, shares = [], []
+        bounds = []
         for number in self.numbers:
             begin = number * each + tf.minimum(tf.constant(number, rows.dtype), more)
-            end = begin + each + tf.cast(number < more, rows.dtype)
-            shares.append(tf.cast(end - begin, tf.float64) * self.num_parts / tf.cast(rows, tf.float64))
-            is_empty = begin == end
-            bounds.append((tf.where(is_empty, tf.zeros_like(begin), begin), tf.where(is_empty, tf.ones_like(end), end)))
-        part = tf.nest.map_structure(lambda leaf: _joined([rows_of(leaf, *one) for one in bounds]), batch)
-        lengths = tf.stack([end - begin for begin, end in bounds])
-        return Header(tf.stack(shares), lengths, tf.zeros([], tf.float64)), part
+            bounds.append((begin, begin + each + tf.cast(number < more, rows.dtype)))
+        return bounds
+
+    def _checked(self, lengths: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Tensor that is there once the numbers of rows of a batch's tensors are seen to be such as can be divided."""
+        import tensorflow as tf
+
+        different = tf.stack([length != lengths[0] for length in lengths])
+
+        def check(*numbers: int) -> bool:
+            if any(number % self.num_parts for number in numbers):
+                each = " and ".join(str(number) for number in sorted(set(map(int, numbers)), reverse=True))
+                raise DataError(
+                    f"ringtrain.fit: got a batch of tensors with {each} rows, expected numbers that {self.num_parts}"
+                    " divides, as each rank trains its rows of every tensor: choose such batch sizes, with"
+                    " drop_remainder=True"
+                )
+            return True
+
+        return tf.cond(
+            tf.reduce_any(different), lambda: tf.numpy_function(check, lengths, tf.bool), lambda: tf.constant(True)
+        )
 
 
 def header_of_shard(batch: Any) -> Header:
@@ -79,6 +120,13 @@ def header_of_shard(batch: Any) -> Header:
 
     rows = num_rows_of(tf.nest.flatten(batch)[0])
     return Header(tf.ones([1], tf.float64), rows[None], tf.cast(rows, tf.float64))
+
+
+def _num_read(bounds: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> list[tf.Tensor]:
+    """Numbers of rows that are read of parts: one of a part without rows."""
+    import tensorflow as tf
+
+    return [tf.maximum(end - begin, 1) for begin, end in bounds]
 
 
 def num_rows_of(leaf: Any) -> tf.Tensor:

@@ -280,8 +280,11 @@ def first_part(batch: Any, num_parts: int) -> Any:
     """The first rows of a batch, which has as many parts."""
     import tensorflow as tf
 
-    end = tf.maximum(num_rows_of(tf.nest.flatten(batch)[0]) // num_parts, 1)
-    part = tf.nest.map_structure(lambda leaf: rows_of(leaf, tf.zeros_like(end), end), batch)
+    def part_of(leaf: Any) -> Any:
+        end = tf.maximum(num_rows_of(leaf) // num_parts, 1)
+        return rows_of(leaf, tf.zeros_like(end), end)
+
+    part = tf.nest.map_structure(part_of, batch)
     return part if len(part) > 1 else part[0]
 
 

@@ -144,6 +144,13 @@ def compiled_optimizer(model: keras.Model) -> Any:
     return getattr(model, "optimizer", None)
 
 
+def compiled_losses(model: keras.Model) -> list[Any]:
+    """Returns the compiled losses with their names; none if the model's step has not used them."""
+    if model._compile_loss is None:
+        return []
+    return list(model._compile_loss._flat_losses or [])
+
+
 def optimizers_of(model: keras.Model, optimizer: Any = None) -> list[Any]:
     """Returns the optimizer with which a model was compiled, and those in its attributes, such as those of a GAN.
 

@@ -22,7 +22,7 @@ from keras.src.backend.tensorflow import random as keras_random
 from ringtrain import hvd
 from ringtrain.errors import ConfigError
 from ringtrain.hvd import train_step
-from ringtrain.hvd.keras_patches import innermost, layers_of
+from ringtrain.hvd.keras_patches import compiled_losses, innermost, layers_of
 from ringtrain.optim import metric_states, own_step
 from ringtrain.optim.metric_states import NUM_ROWS, Rows
 from ringtrain.optim.uneven import LossWeights
@@ -71,9 +71,7 @@ class Comparison:
 def is_known(model: keras.Model) -> bool:
     """Returns whether a model consists of Keras' own parts, whose steps with divided batches are known."""
     kind = type(model)
-    losses = []
-    if model._compile_loss:
-        losses = [entry.loss for entry in model._compile_loss._flat_losses]
+    losses = [entry.loss for entry in compiled_losses(model)]
     parts = [*layers_of(model)[1:], *losses, *map(innermost, hvd.optimizers_of(model))]
     return (
         kind.train_step is keras.Model.train_step
@@ -235,7 +233,7 @@ def _distance(whole: Sequence[Any], first: Sequence[Any], second: Sequence[Any])
 
 
 @contextlib.contextmanager
-def _replaced(objects: Sequence[tuple[Any, dict[str, Any]]]) -> Iterator[None]:
+def replaced(objects: Sequence[tuple[Any, dict[str, Any]]]) -> Iterator[None]:
     """Context in which objects have other attributes, behind Keras' tracking of attributes."""
     before = []
     for replaced, values in objects:
@@ -280,7 +278,7 @@ def _captured(model: keras.Model, gradients: list[Any]) -> contextlib.AbstractCo
     for optimizer in map(innermost, hvd.optimizers_of(model)):
         for single in getattr(optimizer, "optimizers", [optimizer]):
             objects.append((single, attributes(single)))
-    return _replaced(objects)
+    return replaced(objects)
 
 
 def _with_moving_statistics(model: keras.Model) -> contextlib.AbstractContextManager[None]:
@@ -290,7 +288,7 @@ def _with_moving_statistics(model: keras.Model) -> contextlib.AbstractContextMan
         original = layer.call
         return lambda inputs, training=None, **rest: original(inputs, training=False, **rest)
 
-    return _replaced([(layer, {"call": call(layer)}) for layer in hvd.batch_norm_layers(model)])
+    return replaced([(layer, {"call": call(layer)}) for layer in hvd.batch_norm_layers(model)])
 
 
 class _Halves(LossWeights):
@@ -337,7 +335,7 @@ class _Noise:
         keras_functions |= {"dropout": self._dropout(keras_random.dropout)}
         keras_functions |= {name: self._mixing(getattr(keras_random, name)) for name in ("shuffle", "categorical")}
         functions = {name: self._of_shape(tf.random, name) for name in OF_TENSORFLOW}
-        self._patches.enter_context(_replaced([(keras_random, keras_functions), (tf.random, functions)]))
+        self._patches.enter_context(replaced([(keras_random, keras_functions), (tf.random, functions)]))
 
     def __exit__(self, *_: object) -> None:
         self._patches.close()

@@ -148,6 +148,8 @@ class Step:
         self.metrics = list(model.metrics_variables)
         self.changed = [*hvd.layers_own_variables(model), *self.seeds, *self.metrics]
         """variables that a step changes before all of its sums are there"""
+        self._metric_of: dict[str, str] = {}
+        """by the name of a log, the metric of which it is the result"""
         self._effects: own_step.Effects | None = None
         if not sums.is_one_part:
             self._effects = own_step.Effects(model, [*self.moving, *self.counters, *self.seeds, *self.metrics])
@@ -230,12 +232,37 @@ class Step:
         results = self.model.get_metrics_result()
         if not self.has_own:
             return results
-        values = {**results, **dict(zip(self._names_besides_metrics(logs), means, strict=True))}
+        results = flat_logs(results)
+        values = {name: results[metric] for name, metric in self._metric_of.items()}
+        values |= dict(zip(self._names_besides_metrics(logs), means, strict=True))
         return {name: values[name] for name in logs}
 
     def _names_besides_metrics(self, logs: Mapping[str, Any]) -> list[str]:
-        results = self.model.get_metrics_result()
-        return [name for name in logs if name not in results]
+        return [name for name in logs if name not in self._metric_of]
+
+    def _logs_of(self, rows: Any) -> dict[str, Any]:
+        """Logs of the model's step with some rows. Notes which of them are results of metrics, by whatever name."""
+        results: list[tuple[Any, str]] = []
+
+        def noting(metric: keras.Metric) -> Any:
+            original = metric.result
+
+            def result() -> Any:
+                value = original()
+                by_name = value if isinstance(value, Mapping) else {metric.name: value}
+                results.extend((of_metric, name) for name, of_metric in flat_logs(by_name).items())
+                return value
+
+            return result
+
+        with divided.replaced([(metric, {"result": noting(metric)}) for metric in self.model.metrics]):
+            logs = flat_logs(self._inner(rows))
+        known = set(flat_logs(self.model.get_metrics_result()))
+        for log, value in logs.items():
+            for of_metric, name in results:
+                if of_metric is value and name in known:
+                    self._metric_of[log] = name
+        return logs
 
     def _part(
         self, rows: Any, number: Any, before: dict[int, Any], share: Any, until_loss: bool = False
@@ -255,7 +282,7 @@ class Step:
         if not self.updates_itself:
             updates = gradients_kept(self.model, self._losses.num_parts(), until_loss and not self.has_own)
         with self._losses.in_step(share), self.weighed(share), updates as gradients:
-            logs = flat_logs(self._inner(rows))
+            logs = self._logs_of(rows)
         if self._effects is not None:
             self._effects.refuse(begun)
         means = []

@@ -19,7 +19,7 @@ from ringtrain import hvd
 from ringtrain.errors import ConfigError
 from ringtrain.hvd import train_step
 from ringtrain.hvd.collectives import unique_in_graph
-from ringtrain.hvd.keras_patches import set_untracked
+from ringtrain.hvd.keras_patches import compiled_losses, set_untracked
 from ringtrain.hvd.placement import CPU
 
 NO_XLA = "a loss with masks, sample or class weights needs an allreduce, for which XLA has no kernel: leave it out"
@@ -59,8 +59,9 @@ class LossWeights:
         for optimizer in self._weighed:
             hvd.weigh_gradients(optimizer, share)
         self._losses = []
-        if compiled and self.is_divided:
-            self._losses = list(compiled._flat_losses)
+        if self.is_divided:
+            self._losses = compiled_losses(model)
+        if compiled and self._losses:
             compiled._flat_losses[:] = [entry._replace(loss=self._weighted(entry.loss)) for entry in self._losses]
             self._replace_update(model._loss_tracker, self._of_values)
             for metric in compiled.metrics:

@@ -45,6 +45,10 @@ class Evaluation(keras.callbacks.Callback):
         self.of_rank: list[NDArray[Any]] = []
         self.of_all: list[NDArray[Any]] = []
         """state of this rank's metrics at the last sum over the ranks, and that sum"""
+        self.results: dict[str, Any] = {}
+        """of this rank's metrics at the last sum"""
+        self.evaluated_logs: dict[str, Any] | None = None
+        """of this rank's last evaluation; None: it had no samples"""
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Gives metrics whose `reset_state` does nothing this rank's own state, or the ranks' sum would count again."""
@@ -64,6 +68,7 @@ class Evaluation(keras.callbacks.Callback):
     def summed(self, num_samples: int, values: Sequence[NDArray[Any]] | None = None) -> dict[str, Any]:
         """`over_all_ranks`; keeps what this rank had, for the next epoch. Collective."""
         self.of_rank = states_of_metrics(self.model)
+        self.results = results_of_metrics(self.model)
         metrics = over_all_ranks(self.model, num_samples, values)
         self.of_all = states_of_metrics(self.model)
         return metrics
@@ -86,11 +91,11 @@ class Evaluation(keras.callbacks.Callback):
         hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
         logs = self.logs = {} if logs is None else logs
         metrics = self.summed(1)
-        self.replace_by_means(logs, metrics)
-        logs |= metrics
+        self.set_metrics(logs, metrics, (self.run.clock.results, self.results))
         if not self.run.numbers.num_test or not self.run.validation.is_due(epoch):
             return
         begin_s = time.perf_counter()
+        self.evaluated_logs = None
         parts = hvd.run_together(self._evaluate_shards, of_script=True)
         num_samples = sum(map(self.test.num_readable, self.shards))
         values = parts[0]
@@ -100,8 +105,33 @@ class Evaluation(keras.callbacks.Callback):
                 for rows, sums in zip(values, part, strict=True):
                     rows[number] = sums
         metrics = self.summed(num_samples, values)
-        logs |= {f"{self.run.validation.prefix}{name}": value for name, value in metrics.items()}
+        # What a test_step returns besides metrics is that of the last batch, as in Keras.
+        of_ranks = hvd.allgather_object(self.evaluated_logs, name="ringtrain_logs_of_evaluation")
+        last = [of_rank for of_rank in of_ranks if of_rank is not None][-1]
+        for name, (metric, value) in last.items():
+            logs[f"{self.run.validation.prefix}{name}"] = metrics[metric] if metric else value
         self.seconds += time.perf_counter() - begin_s
+
+    def set_metrics(
+        self, logs: dict[str, Any], metrics: Mapping[str, Any], results: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Replaces an epoch's logs by the metrics of all ranks or, where they are no metrics, by means. Collective.
+
+        Args:
+            metrics: Of all ranks.
+            results: Those of this rank's metrics that the logs may have.
+        """
+        metric_of: dict[str, str] = {}
+        for of_rank in results:
+            metric_of |= metrics_behind(logs, of_rank)
+        if not hvd.is_shared(self.model):  # else each rank has the logs of all
+            of_ranks = hvd.allgather_object(metric_of, name="ringtrain_metrics_of_logs")
+            for name, metric in list(metric_of.items()):
+                if any(of_rank.get(name) != metric for of_rank in of_ranks):
+                    del metric_of[name]
+        self.replace_by_means(logs, metric_of)
+        for name, metric in metric_of.items():
+            logs[name] = metrics[metric]
 
     def replace_by_means(self, logs: dict[str, Any], metrics: Collection[str]) -> None:
         """Replaces an epoch's logs that are no metrics by their means over the ranks. Collective."""
@@ -142,7 +172,9 @@ class Evaluation(keras.callbacks.Callback):
         """State of the metrics after a shard of the test samples."""
         if self.test.num_readable(shard):
             # With parameters, this list would replace those of training.
-            evaluated(self.model, batches, CallbacksOfRank([*self.run.users_callbacks]))
+            logs = evaluated(self.model, batches, CallbacksOfRank([*self.run.users_callbacks]))
+            metric_of = metrics_behind(logs, results_of_metrics(self.model))
+            self.evaluated_logs = {name: (metric_of.get(name, ""), value) for name, value in logs.items()}
         else:
             self.model.reset_metrics()
         return states_of_metrics(self.model)
@@ -208,6 +240,35 @@ def states_of_metrics(model: keras.Model) -> list[NDArray[Any]]:
     return [keras.ops.convert_to_numpy(variable) for variable in model.metrics_variables]
 
 
+def results_of_metrics(model: keras.Model) -> dict[str, Any]:
+    """Results of a model's metrics by name, as floats or arrays."""
+    metrics = flat_logs(model.get_metrics_result())
+    return {name: _number(keras.ops.convert_to_numpy(value)) for name, value in metrics.items()}
+
+
+def metrics_behind(logs: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns, by the name of a log, the metric of which it is the result.
+
+    A step of the user's own may return other values under a metric's name, and results under other names. As in Keras,
+    logs with the names of all metrics are their results.
+    """
+    if logs.keys() == results.keys():
+        return {name: name for name in logs}
+    metric_of = {}
+    for name, value in logs.items():
+        for metric in sorted(results, key=lambda metric: metric != name):  # the one of this name first
+            if name not in metric_of and _is_equal(value, results[metric]):
+                metric_of[name] = metric
+    return metric_of
+
+
+def _is_equal(value: Any, result: Any) -> bool:
+    """Returns whether a log and a metric's result are equal, but for the last bits."""
+    if not _is_numeric(value) or np.shape(value) != np.shape(result):
+        return False
+    return bool(np.allclose(value, result, rtol=1e-6, atol=0.0, equal_nan=True))
+
+
 def over_all_ranks(
     model: keras.Model, num_samples: int, values: Sequence[NDArray[Any]] | None = None
 ) -> dict[str, Any]:
@@ -230,8 +291,7 @@ def over_all_ranks(
         if total.ndim > len(variable.shape):
             total = total.sum(axis=0)
         variable.assign(total)
-    metrics = flat_logs(model.get_metrics_result())
-    return {name: _number(keras.ops.convert_to_numpy(value)) for name, value in metrics.items()}
+    return results_of_metrics(model)
 
 
 def _number(value: Any) -> Any:

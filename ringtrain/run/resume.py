@@ -24,7 +24,7 @@ from ringtrain.errors import CheckpointError, ConfigError
 from ringtrain.monitor.journal import Journal
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.status import StatusLine
-from ringtrain.run import callback_state, checkpoint, model_state, resume_check, run_folder
+from ringtrain.run import callback_state, checkpoint, evaluation, model_state, resume_check, run_folder
 from ringtrain.run.model_state import Arrays
 
 
@@ -145,6 +145,8 @@ class Clock(keras.callbacks.Callback):
         self.steps_per_epoch = steps_per_epoch
         self.metrics_state = start.metrics_state
         self.step_logs = start.step_logs
+        self.results: dict[str, Any] = {}
+        """of the metrics after the first step of a resumed epoch, before the sums of earlier steps are added"""
         self.begun_epoch = start.begun_epoch
 
     @property
@@ -194,7 +196,10 @@ class Clock(keras.callbacks.Callback):
         if not self.begun:
             self.begun = True
             self.journal.write("training", global_step=self.global_step)
-        self.add_saved_metrics()  # now: Keras may have created the metrics in this step
+        self.results = {}
+        if self.metrics_state:  # now: Keras may have created the metrics in this step
+            self.results = evaluation.results_of_metrics(self.model)
+            self.add_saved_metrics()
 
     def add_saved_metrics(self) -> None:
         """Adds the sums of the epoch's steps before a resume to those of the metrics, once."""

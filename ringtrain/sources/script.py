@@ -117,6 +117,11 @@ def _job(process: Process, source: ScriptSource) -> Job:
         held_out = f"{len(test):,}{' batches' if isinstance(test, data.Stream) else ''} to validate"
         more = {"data": f"{train.kind}: {num_train:,} batches to train, {held_out}", **more}
         num_train *= batch_size
+        if train.batch_size == 1 and not train.is_shard:
+            more |= {
+                "global batch": "a batch of the data, whose rows are not known before: images/s are batches/s",
+                "shard": "a part of the rows of each batch on each rank",
+            }
         if train.is_shard:
             more |= {"shard": f"{train.num_batches} batches of its own on each rank"}
             if size > 1:
@@ -230,10 +235,9 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
         batch = train.dataset.element_spec  # unknown sizes stay unknown, and no batch is read
     else:
         batch = train.rows(0, min(len(train), num_rows))
-    has_call = type(model).call is not keras.Model.call
-    if has_call:
-        model._symbolic_build(data_batch=batch)
-    if len(optimizers) > 1 or not has_call:
+    # Keras' way to build does not fit a train_step whose data are not those of the model's call.
+    is_built = type(model).call is not keras.Model.call and _builds_by_call(model, batch)
+    if len(optimizers) > 1 or not is_built:
         tf.function(model.train_step).get_concrete_function(batch)  # builds optimizers of a train_step
         model.built = True
     cast(Ring, process.strategy).share_rows(model, batch)
@@ -247,6 +251,17 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
     if hvd.size() == 1:
         return []
     return unlike_one_process(model, batch, rows)
+
+
+def _builds_by_call(model: keras.Model, batch: Any) -> bool:
+    """Builds model, metrics and optimizer as Keras does; False: it fails, and a `train_step` may do it instead."""
+    try:
+        model._symbolic_build(data_batch=batch)
+    except Exception:
+        if not train_step.is_own(model):
+            raise
+        return False
+    return True
 
 
 def _compile_by_xla(process: Process, model: keras.Model, train: data.NumberedRows | data.Stream) -> dict[str, str]:

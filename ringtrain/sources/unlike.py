@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from ringtrain import hvd
-from ringtrain.hvd.keras_patches import innermost, layers_of
+from ringtrain.hvd.keras_patches import compiled_losses, innermost, layers_of
 from ringtrain.optim import divided, metric_states
 from ringtrain.optim.metric_states import Rows
 
@@ -29,8 +29,7 @@ def unlike_one_process(model: keras.Model, batch: Any, rows: Rows | None, of_vir
         seen = divided.compare(model, batch, rows)
     found = [] if of_virtual_ranks else _of_each_rank(model, seen)
     rank = "virtual rank" if of_virtual_ranks else "rank"
-    losses = model._compile_loss._flat_losses if model._compile_loss else []
-    names = [one.name for one in losses if _function_of(one.loss) in OF_A_WHOLE_BATCH]
+    names = [loss.name for loss in compiled_losses(model) if _function_of(loss.loss) in OF_A_WHOLE_BATCH]
     if names:
         found.append(f"the loss of {', '.join(names)} is a function of a whole batch, here of each {rank}'s rows")
     elif seen.distance is not None:

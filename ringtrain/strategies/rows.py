@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from ringtrain import data
 from ringtrain.errors import DataError
+from ringtrain.hvd import train_step
 from ringtrain.optim.step import Step
 
 if TYPE_CHECKING:
@@ -91,6 +92,13 @@ class Rows:
                 f"ringtrain.fit: the data ended{where} after {clock.global_step} batches of {run.config.train.epochs}"
                 f" epochs with {run.numbers.steps_per_epoch} each: pass as many, or fewer steps_per_epoch or epochs"
             ) from error
+        except (ValueError, tf.errors.InvalidArgumentError) as error:
+            if run.size > 1 and train_step.is_own(run.model):
+                error.add_note(
+                    "ringtrain.fit: train_step gets this rank's part of the batch, which has fewer rows: take their"
+                    " number from the data, as by tf.shape(x)[0]"
+                )
+            raise
         if self.train.may_end_early and clock.steps_left <= run.model.steps_per_execution:
             self._check_end(batches)
         return logs

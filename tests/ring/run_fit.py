@@ -30,6 +30,7 @@ import records_jobs
 import resume_jobs
 import sharded_jobs
 import snippet_jobs
+import step_jobs
 import tensorflow as tf
 from fit_alike import (
     CLASSES,
@@ -816,6 +817,7 @@ MODULES = (
     resume_jobs,
     sharded_jobs,
     snippet_jobs,
+    step_jobs,
 )
 
 

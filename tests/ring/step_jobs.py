@@ -1,0 +1,164 @@
+"""Steps of a model's own: what they get of a batch, and what they return as logs; see run_fit.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from fit_alike import SAME, X, Y, compiled, dense, distance, equals_one_process, options, whole_job
+from only import only
+
+import ringtrain
+from ringtrain.config import TrainConfig
+from ringtrain.errors import DataError
+
+
+class Raw(keras.Model):
+    """Returns a loss that no metric has, under the name of Keras' own metric, and another number."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        weights = self.trainable_weights
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss, "twice": 2 * loss}
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        loss = tf.reduce_mean(tf.square(self(x, training=False) - y))
+        return {"loss": loss, "twice": 2 * loss}
+
+
+class Renamed(Raw):
+    """Returns results of metrics, one of them under another name, and leaves one out."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.total = keras.metrics.Mean(name="total")
+        self.unused = keras.metrics.Mean(name="unused")
+
+    @property
+    def metrics(self) -> list[keras.Metric]:
+        return [self.total, self.unused]
+
+    def train_step(self, data: Any) -> Any:
+        self.total.update_state(tf.square(self(data[0]) - data[1]))
+        logs = super().train_step(data)
+        return {"loss": self.total.result(), "twice": logs["twice"]}
+
+    def test_step(self, data: Any) -> Any:
+        logs = super().test_step(data)
+        self.total.update_state(tf.square(self(data[0]) - data[1]))
+        return {"error": self.total.result(), "twice": logs["twice"]}
+
+
+class Triplets(keras.Model):
+    """Calls a part of itself for each of three tensors, in which its own `call` has another form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = dense()
+
+    def call(self, anchor: Any, near: Any, far: Any) -> Any:
+        return self.inner(anchor), self.inner(near), self.inner(far)
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            anchor, near, far = (self.inner(part) for part in data)
+            loss = tf.reduce_mean(tf.square(anchor - near) - tf.tanh(tf.square(anchor - far)))
+        weights = self.trainable_weights
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss}
+
+
+class Labeled(keras.Model):
+    """Trains on rows without targets and, in the same batch, fewer rows with targets, by its compiled `loss`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = dense()
+
+    def train_step(self, data: Any) -> Any:
+        unlabeled, (x, y) = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.loss(y, self.inner(x))) + tf.reduce_mean(tf.square(self.inner(unlabeled)))
+        weights = self.trainable_weights
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"labeled": loss}
+
+
+def _of(kind: Any) -> keras.Model:
+    layers = dense()
+    return compiled(kind(layers.inputs, layers.outputs), None)
+
+
+@only(np=2)
+def logs_of_an_own_step() -> None:
+    """Those of Keras, in training and validation, also after a kill: only what a step returns."""
+    held_out = {"validation_data": (X[:64], Y[:64]), "validation_batch_size": 16}
+    for kind in (Raw, Renamed):
+        ours, _ = whole_job(lambda kind=kind: _of(kind), X, Y, kind.__name__, **held_out)
+        logs = ringtrain.evaluate(ours, X[:70], Y[:70], batch_size=16, verbose=0, return_dict=True)
+        expected = ours.evaluate(X[:70], Y[:70], batch_size=16, verbose=0, return_dict=True)
+        assert logs.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(logs[name], value, rtol=1e-9, err_msg=name)
+
+
+@only(np=2)
+def logs_of_an_own_step_of_virtual_ranks() -> None:
+    for kind in (Raw, Renamed):
+        given = {"options": options(train=TrainConfig(virtual_ranks=4))}
+        equals_one_process(lambda kind=kind: _of(kind), X, Y, f"virtual-{kind.__name__}", **given)
+
+
+@only(np=2)
+def data_that_are_not_those_of_the_call() -> None:
+    def make() -> keras.Model:
+        return compiled(Triplets(), None)
+
+    batches = tf.data.Dataset.from_tensor_slices((X, X[::-1], np.roll(X, 7, 0))).batch(20)
+    ours, reference = make(), make()
+    ringtrain.fit(ours, batches, epochs=2, verbose=0, options=options())
+    reference.fit(batches, epochs=2, verbose=0)
+    assert distance(ours, reference) < 1e-10
+
+
+def tensors_with_different_numbers_of_rows() -> None:
+    """Each is divided by its own rows; where that does not work, nothing is trained."""
+
+    def made(num_labeled: int) -> tf.data.Dataset:
+        labeled = tf.data.Dataset.from_tensor_slices((X[:48], Y[:48])).batch(num_labeled)
+        return tf.data.Dataset.zip((tf.data.Dataset.from_tensor_slices(X[:96]).batch(12), labeled))
+
+    ours, reference = (compiled(Labeled(), keras.losses.MeanSquaredError()) for _ in range(2))
+    history = ringtrain.fit(ours, made(6), epochs=2, verbose=0, options=options())
+    expected = reference.fit(made(6), epochs=2, verbose=0)
+    assert distance(ours, reference) < 1e-10
+    assert history.history.keys() == expected.history.keys()
+    np.testing.assert_allclose(history.history["labeled"], expected.history["labeled"], rtol=1e-9)
+    try:
+        ringtrain.fit(compiled(Labeled(), keras.losses.MeanSquaredError()), made(5), verbose=0, options=options())
+    except DataError as error:
+        assert "tensors with 12 and 5 rows" in str(error)
+    else:
+        raise AssertionError("divided 5 rows")
+
+
+@only(np=2)
+def a_number_of_rows_that_a_step_takes_for_granted() -> None:
+    """The error says that a step gets a part of the rows."""
+
+    class Granted(Raw):
+        def train_step(self, data: Any) -> Any:
+            return super().train_step((data[0] + tf.ones([32, 1], tf.float64), data[1]))
+
+    try:
+        ringtrain.fit(_of(Granted), X[:64], Y[:64], options=options(), **SAME)
+    except ValueError as error:
+        assert "part of the batch" in "".join(error.__notes__)
+    else:
+        raise AssertionError("trained other shapes")
