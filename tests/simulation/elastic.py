@@ -243,7 +243,8 @@ class Run(launched.Run):
         furthest = max(len(other.before) for other in others)  # type: ignore[attr-defined]
         if not run.start.source and furthest > step:
             self.violated(f"ranks begin after step {step}, and one has made {furthest}")
-        if self.furthest.get(job_id, 0) > step + 1:
+        has_state = run.start.source == "" and furthest > 0  # else all that had it are lost
+        if has_state and self.furthest.get(job_id, 0) > step + 1:
             self.violated(f"ranks begin after step {step}, and {self.furthest[job_id]} were made")
         self.furthest[job_id] = step
         if any(other.had_stop for other in others):  # type: ignore[attr-defined]
@@ -281,7 +282,8 @@ class Run(launched.Run):
         summary = self.cluster.storage.summary
         if self.code == 0 and not summary:
             self.violated("exits with 0 without a result")
-        if self.code and not self.faults and not self.received:
+        has_answered = not self.cluster.had_trouble_to_connect
+        if self.code and not self.faults and not self.received and has_answered:
             self.violated(f"exits with {self.code}, and nothing has happened")
         if summary and self.code == 0:
             self._check_rows(summary)

@@ -41,7 +41,6 @@ DEFECTS = {
         strategy.Elastic, "settle", ("bool(self.step and self.step.undo())", "bool(self.step)")
     ),
     "an agreed stop is forgotten": Defect(elastic, "_common", lambda endings: resume.Ending()),
-    "only rank 0's stop counts": Defect(elastic, "_common", lambda endings: endings[-1]),
     "an epoch that has ended stays open": text(strategy.BatchScheduler, "close_epoch", (CLOSED, "pass")),
     "journals are not written before a change": text(strategy.Elastic, "settle", ("scheduler.write_down()", "pass")),
     "a generation is noted before its journal is open": text(
@@ -68,7 +67,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "a failed sync leaves half of a state": ("in sums of metrics", "in variable 1"),
     "a step that failed is not undone": ("in sums of metrics", "at sums of metrics"),
     "an agreed stop is forgotten": ("stop", "killed", "at evaluation", "at ringtrain_results"),
-    "only rank 0's stop counts": ("stop", "in ringtrain_stop", "in ringtrain_results"),
     "an epoch that has ended stays open": ("killed", "late", "flaps"),
     "journals are not written before a change": ("killed", "at gradients"),
     "a generation is noted before its journal is open": ("at ringtrain_hosts", "in ringtrain_news"),
