@@ -215,11 +215,13 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     job.plan |= model_state.plan_of_slots(job.model)
     stages.done("agreement")
 
-    # Run folder: only now, after all checks of the configuration. From here on, each rank has a log in it.
+    hosts = [*hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts"), *strategy.other_hosts]
+
+    # Run folder: only now, after all checks of the configuration. From here on, each rank has a log in it. Ranks that
+    # change note their generation in it last: no collective may fail between that and its line in the journal.
     opening = process.source.open_folder(process, job, start)
     if opening.log:
         consistency.open_log(process, opening.folder / "logs" / opening.log)
-    hosts = [*hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts"), *strategy.other_hosts]
     # The plan, with every number that follows from the options; with other ranks the run goes on without it.
     terminal = console.terminal_of(process)
     if opening.is_first:

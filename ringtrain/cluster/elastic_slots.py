@@ -64,12 +64,43 @@ def placement(slots: Sequence[Any]) -> dict[tuple[str, int], Any]:
     return placed
 
 
-def install() -> None:
-    """Makes Horovod's elastic driver see slots as hosts."""
-    from horovod.runner import gloo_run
+def make_driver() -> Any:
+    """Class of Horovod's elastic driver that keeps the slots of a host together, and knows whose process has exited.
+
+    Horovod's starts processes in new slots only. If fewer slots than --min-np are left, it waits, and a slot whose
+    process has exited may be back before ranks are assigned without it: it would stay empty, and the others would wait.
+    """
     from horovod.runner.elastic import discovery, driver
 
     class Driver(driver.ElasticDriver):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._newest: dict[tuple[str, int], Any] = {}
+            """slot for which the newest process was started, by host and local rank"""
+            self._empty: set[tuple[str, int]] = set()
+            """where that process has exited"""
+            super().__init__(*args, **options)
+
+        def _start_worker_process(self, slot_info: Any) -> None:
+            key = slot_info.hostname, slot_info.local_rank
+            self._newest[key] = slot_info
+            self._empty.discard(key)
+            super()._start_worker_process(slot_info)
+
+        def _handle_worker_exit(self, slot_info: Any, exit_code: int, timestamp: float) -> None:
+            key = slot_info.hostname, slot_info.local_rank
+            if self._newest[key] is slot_info:  # else it is not the new process that has failed
+                self._empty.add(key)
+                super()._handle_worker_exit(slot_info, exit_code, timestamp)
+
+        def _update_host_assignments(self, current_hosts: Any) -> Any:
+            pending = super()._update_host_assignments(current_hosts)
+            starting = {(slot.hostname, slot.local_rank) for slot in pending}
+            for slot in (slot for slots in self._host_assignments.values() for slot in slots):
+                key = slot.hostname, slot.local_rank
+                if key in self._empty and key not in starting:
+                    pending.append(slot)
+            return pending
+
         def _get_host_assignments(self, current_hosts: Any) -> Any:
             """Takes the slots that were there first, and keeps those of a host together."""
             names = together(current_hosts.host_assignment_order[: self._max_num_proc])
@@ -79,6 +110,28 @@ def install() -> None:
             """Real placement of a slot, for its rank."""
             info = super().get_slot_info(host, slot)
             return self._rendezvous.placement.get((info.hostname, info.local_rank), info)
+
+    return Driver
+
+
+def make_registry() -> Any:
+    """Class of the driver's registry in which nobody waits for ranks once the driver has given up.
+
+    In Horovod's, a rank that fails while the driver waits for slots is noted after that, and waits for all others.
+    """
+    from horovod.runner.elastic import registration
+
+    class Registry(registration.WorkerStateRegistry):
+        def _wait(self, key: Any, state: str, rendezvous_id: int) -> Any:
+            return rendezvous_id if self._driver.finished() else super()._wait(key, state, rendezvous_id)
+
+    return Registry
+
+
+def install() -> None:
+    """Makes Horovod's elastic driver see slots as hosts."""
+    from horovod.runner import gloo_run
+    from horovod.runner.elastic import discovery, driver
 
     def command_for(settings: Any) -> Callable[..., tuple[int, float]]:
         execute = command_of(settings)
@@ -105,5 +158,6 @@ def install() -> None:
     discovery.HostManager.order_available_hosts = staticmethod(ordered)
     # Where it waits for a second host, two slots of one do not count.
     discovery.DiscoveredHosts.available_hosts = property(lambda self: set(map(host_of, self.host_assignment_order)))
-    gloo_run.ElasticDriver = Driver
+    driver.WorkerStateRegistry = make_registry()
+    gloo_run.ElasticDriver = make_driver()
     gloo_run._exec_command_fn = command_for

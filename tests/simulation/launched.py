@@ -552,7 +552,7 @@ def simulate(seed: int, num_hosts: int = 0, is_traced: bool = False, directed: C
     """One schedule; what was violated first is in the run's `violation`. num_hosts 0: 2 to 6, drawn."""
     world = World(seed, is_traced)
     run = Run(world, num_hosts or world.random.randint(2, 6))
-    with _of_production(run):
+    with of_production(run):
         directed(run)
         run.start()
         world.run(CHAOS_S)
@@ -582,7 +582,7 @@ class _Signal:
 
 
 @contextlib.contextmanager
-def _of_production(run: Run) -> Iterator[None]:
+def of_production(run: Run) -> Iterator[None]:
     """Gives the tested modules the simulated time, processes and signals."""
     world, cluster = run.world, run.cluster
     numbers = itertools.count(1)

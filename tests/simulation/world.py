@@ -284,6 +284,9 @@ class _Event:
         self._is_set = True
         self._world.wake_waiting()
 
+    def clear(self) -> None:
+        self._is_set = False
+
     def wait(self, timeout: float | None = None) -> bool:
         return self._world.wait_for(self.is_set, timeout)
 

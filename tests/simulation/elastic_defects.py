@@ -1,0 +1,87 @@
+"""Defects planted in the code of elastic jobs: the negative controls of their simulation."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from horovod.runner.elastic import registration
+from simulation.elastic import simulate
+from simulation.elastic_faults import disturb
+from simulation.planted import Defect, seeds_to_find, text
+
+from ringtrain import elastic, hvd, train
+from ringtrain.cluster import elastic as of_launcher
+from ringtrain.cluster import elastic_slots
+from ringtrain.run import resume
+from ringtrain.strategies import elastic as strategy
+
+
+def nothing(*_: Any) -> None: ...
+
+
+def none_empty(*_: Any) -> Any:
+    """The driver of slots, which does not know whose process has exited."""
+    driver = MAKE_DRIVER()
+    driver._update_host_assignments = driver.__mro__[1]._update_host_assignments
+    return driver
+
+
+MAKE_DRIVER = elastic_slots.make_driver
+State, Launcher = hvd.elastic.SharedKerasState, of_launcher.ElasticSupervisor
+FURTHEST = "root = progress.index(max(progress))"
+BEHIND = "variable.assign(value)"
+CLOSED = "self.is_open, self._before_end = False, None"
+HOSTS = '    hosts = [*hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts"), *strategy.other_hosts]'
+LOG = '        consistency.open_log(process, opening.folder / "logs" / opening.log)'
+DEFECTS = {
+    "rank 0 gives its state, not the one that is furthest": text(State, "sync", (FURTHEST, "root = 0")),
+    "a failed sync leaves half of a state": text(State, "sync", (BEHIND, "pass")),
+    "a step that failed is not undone": text(
+        strategy.Elastic, "settle", ("bool(self.step and self.step.undo())", "bool(self.step)")
+    ),
+    "an agreed stop is forgotten": Defect(elastic, "_common", lambda endings: resume.Ending()),
+    "an epoch that has ended stays open": text(strategy.BatchScheduler, "close_epoch", (CLOSED, "pass")),
+    "journals are not written before a change": text(strategy.Elastic, "settle", ("scheduler.write_down()", "pass")),
+    "a generation is noted before its journal is open": text(
+        train, "agree", (f"{HOSTS}\n\n    # Run", "\n    # Run"), (LOG, f"{LOG}\n{HOSTS}")
+    ),
+    "commits do not ask for hosts": Defect(State, "check_host_updates", nothing),
+    "local ranks have gaps": text(
+        elastic_slots, "placement", ("local_rank=local_rank,", "local_rank=number_of(slot.hostname),")
+    ),
+    "a slot whose process has exited stays empty": Defect(elastic_slots, "make_driver", none_empty),
+    "ranks are awaited that cannot come": Defect(
+        elastic_slots, "make_registry", lambda: registration.WorkerStateRegistry
+    ),
+    "a lost host stays listed": text(
+        Launcher, "_check_agents", ("host.agent, host.published_s, host.ask_again_s = None, 0.0,", "_, _, _ = 0, 0,")
+    ),
+    "a host that is taken away soon stays listed": text(
+        Launcher, "_publish", ("if not host.published_s or host.is_leaving:", "if not host.published_s:")
+    ),
+    "an idle host is not announced again": Defect(of_launcher, "UNHEARD_S", float("inf")),
+}
+KINDS: dict[str, tuple[str, ...]] = {
+    "rank 0 gives its state, not the one that is furthest": ("in sums of metrics",),
+    "a failed sync leaves half of a state": ("in sums of metrics", "in variable 1"),
+    "a step that failed is not undone": ("in sums of metrics", "at sums of metrics"),
+    "an agreed stop is forgotten": ("stop", "killed", "at evaluation", "at ringtrain_results"),
+    "an epoch that has ended stays open": ("killed", "late", "flaps"),
+    "journals are not written before a change": ("killed", "at gradients"),
+    "a generation is noted before its journal is open": ("at ringtrain_hosts", "in ringtrain_news"),
+    "commits do not ask for hosts": ("late",),
+    "local ranks have gaps": ("at gradients",),
+    "a slot whose process has exited stays empty": ("killed twice", "agent", "ssh"),
+    "ranks are awaited that cannot come": ("die", "ssh"),
+    "a lost host stays listed": ("die", "agent"),
+    "a host that is taken away soon stays listed": ("notice",),
+    "an idle host is not announced again": ("late",),
+}
+"""faults among which a few schedules find a defect"""
+
+
+def schedules_to_find(name: str, first: int, count: int) -> int:
+    """Number of schedules until the defect is found; 0: not within `count`."""
+    directed = partial(disturb, kinds=KINDS[name])
+    return seeds_to_find(DEFECTS[name], partial(simulate, directed=directed), first, count)

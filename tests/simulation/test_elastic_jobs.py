@@ -1,0 +1,110 @@
+"""Elastic jobs in virtual time: schedules of seeds, schedules that found defects, and planted defects."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+from simulation.elastic import Run, simulate
+from simulation.elastic_defects import DEFECTS, schedules_to_find
+from simulation.elastic_faults import disturb, members_of
+
+NUM_SCHEDULES = 20
+FIRST_SEEDS = {
+    "rank 0 gives its state, not the one that is furthest": 0,
+    "a failed sync leaves half of a state": 4,
+    "a step that failed is not undone": 16,
+    "an agreed stop is forgotten": 13,
+    "an epoch that has ended stays open": 0,
+    "journals are not written before a change": 3,
+    "commits do not ask for hosts": 12,
+    "local ranks have gaps": 13,
+    "a lost host stays listed": 13,
+    "a host that is taken away soon stays listed": 3,
+}
+"""near one that finds it, for the time that the tests take"""
+COUNT = 2
+"""schedules in which a planted defect is found"""
+
+
+def check(seed: int, num_hosts: int = 0, directed: Callable[[Run], None] = disturb) -> Run:
+    run = simulate(seed, num_hosts, directed=directed)
+    assert not run.violation, f"seed {seed}: {run.violation}"
+    return run
+
+
+def test_what_must_hold_does() -> None:
+    for seed in range(NUM_SCHEDULES):
+        check(seed)
+
+
+def test_a_seed_is_one_schedule() -> None:
+    assert simulate(3, is_traced=True).world.trace == simulate(3, is_traced=True).world.trace
+
+
+# ---- schedules that found defects -----------------------------------------------------------------------------------
+
+
+def calm(run: Run, **options: object) -> None:
+    """Hosts that answer at once, and given options."""
+    for name, value in {"max_restarts": 0, "max_np": None, **options}.items():
+        object.__setattr__(run.options, name, value)
+    run.cluster.step_s, run.cluster.load_s = 1.0, 2.0
+    run.cluster.cooldown_share = 0.5
+
+
+def a_slot_comes_back_before_the_ranks_go_on(run: Run) -> None:
+    """One of two ranks is killed where --min-np is 2: the other waits for the slot, whose rank must start again."""
+    calm(run, min_np=2, blacklist_cooldown=(5, 20))
+    run.world.at(8.0, lambda: members_of(run)[0].end(-signal.SIGKILL))
+
+
+def killed_before_the_journals_are_open(run: Run) -> None:
+    """A rank is killed between the agreement on a generation and the first line of it in the journals."""
+    calm(run, min_np=1)
+    run.kills["ringtrain_hosts"] = 1
+
+
+def a_rank_fails_while_slots_are_awaited(run: Run) -> None:
+    """Too few slots are left for --min-np, another rank is killed, and Horovod gives up: the job ends."""
+    calm(run, min_np=sum(run.cluster.listing.values()), blacklist_cooldown=(0, 0))
+    run.world.at(8.0, lambda: kill(run))
+    run.world.at(20.0, lambda: kill(run))
+
+
+def kill(run: Run) -> None:
+    run.faults.append((run.world.now_s, "killed"))
+    members_of(run, is_started=False)[0].end(-signal.SIGKILL)
+
+
+SCHEDULES = {
+    "a rank fails while slots are awaited": (
+        a_rank_fails_while_slots_are_awaited,
+        "ranks are awaited that cannot come",
+    ),
+    "a slot comes back before the ranks go on": (
+        a_slot_comes_back_before_the_ranks_go_on,
+        "a slot whose process has exited stays empty",
+    ),
+    "killed before the journals are open": (
+        killed_before_the_journals_are_open,
+        "a generation is noted before its journal is open",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule_that_found_a_defect(name: str) -> None:
+    directed, defect = SCHEDULES[name]
+    check(1, num_hosts=2, directed=directed)
+    with DEFECTS[defect].planted():
+        assert simulate(1, 2, directed=directed).violation
+
+
+# ---- planted defects ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*FIRST_SEEDS])
+def test_planted_defect_is_found(name: str) -> None:
+    assert schedules_to_find(name, FIRST_SEEDS[name], COUNT)
