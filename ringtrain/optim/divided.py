@@ -166,7 +166,7 @@ def _compare(model: keras.Model, batch: Any, rows: Rows | None, comparison: Comp
     if noise.mixes:
         comparison.error = "random numbers depend on the number of rows"
     if rows is None:
-        comparison.error = "no batch is read before training, or there are too few rows"
+        comparison.error = "its inputs are not dense"
     if rows is None or noise.mixes:
         return
 

@@ -20,10 +20,13 @@ def unlike_one_process(model: keras.Model, batch: Any, rows: Rows | None, of_vir
 
     Args:
         batch: One of the model's batches, or its specification.
-        rows: None: neither gradients nor metrics are tested.
+        rows: None: gradients and metrics are tested with made-up rows.
         of_virtual_ranks: One process trains the parts of as many virtual ranks, with the same statistics and random
             numbers for each.
     """
+    is_made_up = rows is None
+    if rows is None:
+        rows = metric_states.made_up_rows(batch)
     is_known, seen = divided.is_known(model), divided.Comparison()
     if not is_known or (hvd.seeds(model) and not of_virtual_ranks):
         seen = divided.compare(model, batch, rows)
@@ -39,6 +42,11 @@ def unlike_one_process(model: keras.Model, batch: Any, rows: Rows | None, of_vir
         )
     if seen.error and not is_known:
         found.append(f"gradients of a whole batch and of its parts were not compared: {seen.error}")
+    elif is_made_up and not is_known and seen.distance is None:
+        found.append(
+            "gradients of a whole batch and of its parts were compared with made-up rows, as no batch is read before"
+            " training"
+        )
     if _merges_rows(model):
         found.append("an embedding's rows that occur several times are added up before the update")
     names = _not_over_rows(model, rows, seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import keras
@@ -125,6 +126,25 @@ def data_that_are_not_those_of_the_call() -> None:
     ringtrain.fit(ours, batches, epochs=2, verbose=0, options=options())
     reference.fit(batches, epochs=2, verbose=0)
     assert distance(ours, reference) < 1e-10
+
+
+@only(np=2)
+def losses_that_mix_the_rows_of_batches() -> None:
+    """They are named, though no batch is read before training; another loss of the script's own is not."""
+
+    def of_columns(y: Any, outputs: Any) -> Any:
+        return tf.reduce_sum(tf.square(y - outputs), 0) / tf.reduce_sum(tf.square(y), 0)
+
+    def of_rows(y: Any, outputs: Any) -> Any:
+        return tf.reduce_mean(tf.square(y - outputs), -1)
+
+    batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(20)
+    named = []
+    for loss in (of_columns, of_rows):
+        history = ringtrain.fit(compiled(dense(), loss), batches, verbose=0, options=options())
+        summary = json.loads((history.run / "summary.json").read_text())
+        named.append("is not the mean of its parts'" in str(summary["unlike_one_process"]))
+    assert named == [True, False]
 
 
 def tensors_with_different_numbers_of_rows() -> None:
