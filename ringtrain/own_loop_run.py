@@ -240,7 +240,8 @@ class Loop:
             if self._left:
                 batches = reader(run.clock.epoch, self._left.start)
         for step in self.steps():
-            batch = next(batches, None)
+            with errors_named("run.batches"):
+                batch = next(batches, None)
             if batch is None:
                 raise DataError(
                     f"run.batches: the data ended on rank {run.rank} after {self._open_step} of {self.source.steps}"

@@ -88,8 +88,13 @@ def make_driver() -> Any:
 
         def _handle_worker_exit(self, slot_info: Any, exit_code: int, timestamp: float) -> None:
             key = slot_info.hostname, slot_info.local_rank
-            if self._newest[key] is slot_info:  # else it is not the new process that has failed
-                self._empty.add(key)
+            if self._newest[key] is not slot_info:
+                return  # it is not the new process that has failed
+            self._empty.add(key)
+            # Ranks may be assigned just now: the slot gets a new process, or Horovod gives up. Noted after that, this
+            # exit would count as the new process's, or wait for ranks that no longer come.
+            self._worker_registry._action_event.wait()
+            if self._newest[key] is slot_info:
                 super()._handle_worker_exit(slot_info, exit_code, timestamp)
 
         def _update_host_assignments(self, current_hosts: Any) -> Any:
@@ -114,24 +119,10 @@ def make_driver() -> Any:
     return Driver
 
 
-def make_registry() -> Any:
-    """Class of the driver's registry in which nobody waits for ranks once the driver has given up.
-
-    In Horovod's, a rank that fails while the driver waits for slots is noted after that, and waits for all others.
-    """
-    from horovod.runner.elastic import registration
-
-    class Registry(registration.WorkerStateRegistry):
-        def _wait(self, key: Any, state: str, rendezvous_id: int) -> Any:
-            return rendezvous_id if self._driver.finished() else super()._wait(key, state, rendezvous_id)
-
-    return Registry
-
-
 def install() -> None:
     """Makes Horovod's elastic driver see slots as hosts."""
     from horovod.runner import gloo_run
-    from horovod.runner.elastic import discovery, driver
+    from horovod.runner.elastic import discovery
 
     def command_for(settings: Any) -> Callable[..., tuple[int, float]]:
         execute = command_of(settings)
@@ -158,6 +149,5 @@ def install() -> None:
     discovery.HostManager.order_available_hosts = staticmethod(ordered)
     # Where it waits for a second host, two slots of one do not count.
     discovery.DiscoveredHosts.available_hosts = property(lambda self: set(map(host_of, self.host_assignment_order)))
-    driver.WorkerStateRegistry = make_registry()
     gloo_run.ElasticDriver = make_driver()
     gloo_run._exec_command_fn = command_for

@@ -100,7 +100,7 @@ class Parts(NamedTuple):
         different = tf.stack([length != lengths[0] for length in lengths])
 
         def check(*numbers: int) -> bool:
-            if any(number % self.num_parts for number in numbers):
+            if any(number % self.num_parts or not number for number in numbers):
                 each = " and ".join(str(number) for number in sorted(set(map(int, numbers)), reverse=True))
                 raise DataError(
                     f"ringtrain.fit: got a batch of tensors with {each} rows, expected numbers that {self.num_parts}"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 TrainStep = Callable[[Any], Any]
 """Function of a batch that trains it and returns the logs."""
@@ -66,6 +67,27 @@ def has_own_step(model: keras.Model) -> bool:
 def is_own(model: keras.Model) -> bool:
     """Returns whether a model trains by another step than Keras'."""
     return type(model).train_step is not keras.Model.train_step or has_own_step(model)
+
+
+def be_traced_anew(model: keras.Model) -> None:
+    """Replaces a training step that is a `tf.function` by its Python function.
+
+    As a `tf.function`, it would keep what was traced before training, without the reduction and the update.
+    """
+    function = getattr(model.train_step, "python_function", None)
+    if function is not None:
+        vars(model)["train_step"] = function
+
+
+@contextlib.contextmanager
+def inlined_functions() -> Iterator[None]:
+    """Context in which a traced function has those that it calls inside, and they keep nothing of it."""
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
 
 
 @contextlib.contextmanager

@@ -160,7 +160,8 @@ def _compare(model: keras.Model, batch: Any, rows: Rows | None, comparison: Comp
 
     with halves, noise, _captured(model, gradients), _with_moving_statistics(model):
         spec = tf.nest.map_structure(_with_any_rows, batch)
-        traced = tf.function(step, autograph=False).get_concrete_function(spec)
+        with train_step.inlined_functions():
+            traced = tf.function(step, autograph=False).get_concrete_function(spec)
     if STATEFUL & set(own_step.operations(traced.graph)):
         comparison.draws_by_tensorflow = noise.mixes = True
     if noise.mixes:

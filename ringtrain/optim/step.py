@@ -23,7 +23,7 @@ import keras
 import tensorflow as tf
 
 from ringtrain import hvd
-from ringtrain.data.parts import Header, rows_of
+from ringtrain.data.parts import Header, num_rows_of, rows_of
 from ringtrain.errors import ConfigError
 from ringtrain.hvd import train_step
 from ringtrain.hvd.keras_patches import innermost, layers_of, slots_of
@@ -62,6 +62,8 @@ class Step:
         self._inner: train_step.TrainStep
         """the step without this layer"""
         self.fingerprint = tf.Variable(0.0, trainable=False, dtype=tf.float64)
+        self._metric_of: dict[str, str] = {}
+        """by the name of a log, the metric of which it is the result"""
         if sums is None:
             self._losses = LossWeights(model, hvd.size, sum_over_ranks, is_divided=hvd.size() > 1)
         else:
@@ -118,9 +120,12 @@ class Step:
         changed = self._changed_by_a_row() if self.has_empty_parts else []
         before = [tf.identity(variable.value) for variable in changed]
         with self._losses.in_step(self.share):
-            logs = self._inner(data)
+            logs = self._logs_of(data) if changed and self.has_own else self._inner(data)
         for variable, value in zip(changed, before, strict=True):
             variable.assign(tf.where(self.share > 0, variable.value, value))  # type: ignore[operator]
+        if changed and self.has_own:  # results without the placeholder row
+            results = flat_logs(self.model.get_metrics_result())
+            logs = logs | {name: results[metric] for name, metric in self._metric_of.items()}
         return logs
 
     def _changed_by_a_row(self) -> list[Any]:
@@ -148,8 +153,6 @@ class Step:
         self.metrics = list(model.metrics_variables)
         self.changed = [*hvd.layers_own_variables(model), *self.seeds, *self.metrics]
         """variables that a step changes before all of its sums are there"""
-        self._metric_of: dict[str, str] = {}
-        """by the name of a log, the metric of which it is the result"""
         self._effects: own_step.Effects | None = None
         if not sums.is_one_part:
             self._effects = own_step.Effects(model, [*self.moving, *self.counters, *self.seeds, *self.metrics])
@@ -356,8 +359,11 @@ def _rows_of_part(batch: Any, index: int, count: int, header: Header | None) -> 
         if header is None:
             length = (leaf.shape[0] or tf.shape(leaf)[0]) // count
             return leaf[index * length : (index + 1) * length]
-        begin = tf.reduce_sum(header.rows[:index])
-        return rows_of(leaf, begin, begin + header.rows[index])
+        # A tensor with other rows than the first has equal parts: see Parts.cut.
+        rows, equal = num_rows_of(leaf), num_rows_of(leaf) // count
+        is_like_first = tf.equal(rows, tf.reduce_sum(header.rows))
+        begin = tf.where(is_like_first, tf.reduce_sum(header.rows[:index]), index * equal)
+        return rows_of(leaf, begin, begin + tf.where(is_like_first, header.rows[index], equal))
 
     return keras.tree.map_structure(of_leaf, batch)
 

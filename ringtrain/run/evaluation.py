@@ -124,6 +124,8 @@ class Evaluation(keras.callbacks.Callback):
         metric_of: dict[str, str] = {}
         for of_rank in results:
             metric_of |= metrics_behind(logs, of_rank)
+        if not logs:  # after a resume at the end of an epoch whose data have ended early
+            metric_of = {name: name for name in metrics}
         if not hvd.is_shared(self.model):  # else each rank has the logs of all
             of_ranks = hvd.allgather_object(metric_of, name="ringtrain_metrics_of_logs")
             for name, metric in list(metric_of.items()):
@@ -172,9 +174,11 @@ class Evaluation(keras.callbacks.Callback):
         """State of the metrics after a shard of the test samples."""
         if self.test.num_readable(shard):
             # With parameters, this list would replace those of training.
-            logs = evaluated(self.model, batches, CallbacksOfRank([*self.run.users_callbacks]))
+            callbacks = CallbacksOfRank([*self.run.users_callbacks])
+            logs = evaluated(self.model, batches, callbacks)
             metric_of = metrics_behind(logs, results_of_metrics(self.model))
-            self.evaluated_logs = {name: (metric_of.get(name, ""), value) for name, value in logs.items()}
+            if callbacks.num_calls:  # else all of its samples are unreadable
+                self.evaluated_logs = {name: (metric_of.get(name, ""), value) for name, value in logs.items()}
         else:
             self.model.reset_metrics()
         return states_of_metrics(self.model)

@@ -230,6 +230,7 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
         )
     optimizers = hvd.optimizers_of(model)
     distribute(process, optimizers, "ringtrain.fit")
+    train_step.be_traced_anew(model)
     num_rows = max(2, batch_size // hvd.size())
     if isinstance(train, data.Stream):
         batch = train.dataset.element_spec  # unknown sizes stay unknown, and no batch is read
@@ -238,7 +239,7 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
     # Keras' way to build does not fit a train_step whose data are not those of the model's call.
     is_built = type(model).call is not keras.Model.call and _builds_by_call(model, batch)
     if len(optimizers) > 1 or not is_built:
-        tf.function(model.train_step).get_concrete_function(batch)  # builds optimizers of a train_step
+        _trace(model, batch)  # builds optimizers of a train_step
         model.built = True
     cast(Ring, process.strategy).share_rows(model, batch)
     rows = train.rows if isinstance(train, data.NumberedRows) and len(train) >= metric_states.NUM_ROWS else None
@@ -251,6 +252,15 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
     if hvd.size() == 1:
         return []
     return unlike_one_process(model, batch, rows)
+
+
+def _trace(model: keras.Model, batch: Any) -> None:
+    """Traces a step, so that functions which it calls keep as little of it as possible."""
+    try:
+        with train_step.inlined_functions():
+            tf.function(model.train_step).get_concrete_function(batch)
+    except Exception:  # inlined, the control flow of a function is Python's
+        tf.function(model.train_step).get_concrete_function(batch)
 
 
 def _builds_by_call(model: keras.Model, batch: Any) -> bool:

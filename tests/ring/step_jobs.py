@@ -12,7 +12,7 @@ from fit_alike import SAME, X, Y, compiled, dense, distance, equals_one_process,
 from only import only
 
 import ringtrain
-from ringtrain.config import TrainConfig
+from ringtrain.config import Config, TrainConfig
 from ringtrain.errors import DataError
 
 
@@ -91,6 +91,30 @@ class Labeled(keras.Model):
         return {"labeled": loss}
 
 
+class LabeledFirst(Labeled):
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data[::-1])
+
+
+class Decorated(Raw):
+    """Trains in a `tf.function`."""
+
+    @tf.function
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data)
+
+
+class Inner(Raw):
+    """Trains in a `tf.function` that its step calls."""
+
+    @tf.function
+    def _train(self, data: Any) -> Any:
+        return super().train_step(data)
+
+    def train_step(self, data: Any) -> Any:
+        return self._train(data)
+
+
 def _of(kind: Any) -> keras.Model:
     layers = dense()
     return compiled(kind(layers.inputs, layers.outputs), None)
@@ -112,8 +136,33 @@ def logs_of_an_own_step() -> None:
 @only(np=2)
 def logs_of_an_own_step_of_virtual_ranks() -> None:
     for kind in (Raw, Renamed):
-        given = {"options": options(train=TrainConfig(virtual_ranks=4))}
-        equals_one_process(lambda kind=kind: _of(kind), X, Y, f"virtual-{kind.__name__}", **given)
+        equals_one_process(lambda kind=kind: _of(kind), X, Y, f"virtual-{kind.__name__}", options=_virtual())
+
+
+def _virtual() -> Config:
+    return options(train=TrainConfig(virtual_ranks=4))
+
+
+@only(np=2)
+def results_of_a_batch_with_fewer_rows_than_ranks() -> None:
+    """The row that a rank without rows trains in their place counts in no metric."""
+    ours, reference = _of(Renamed), _of(Renamed)
+    history = ringtrain.fit(ours, X[:33], Y[:33], options=options(), **SAME)
+    expected = reference.fit(X[:33], Y[:33], **SAME)
+    assert distance(ours, reference) < 1e-10
+    np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-9)
+
+
+@only(np=2)
+def steps_that_are_functions_of_tensorflow() -> None:
+    """What was traced before training is not trained; a second fit is trained, too."""
+    for kind in (Decorated, Inner):
+        ours, reference = _of(kind), _of(kind)
+        for _ in range(2):
+            history = ringtrain.fit(ours, X[:96], Y[:96], options=options(), **SAME)
+            expected = reference.fit(X[:96], Y[:96], **SAME)
+            np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-9)
+        assert distance(ours, reference) < 1e-10
 
 
 @only(np=2)
@@ -160,6 +209,13 @@ def tensors_with_different_numbers_of_rows() -> None:
     assert distance(ours, reference) < 1e-10
     assert history.history.keys() == expected.history.keys()
     np.testing.assert_allclose(history.history["labeled"], expected.history["labeled"], rtol=1e-9)
+    # Parts of virtual ranks, with the larger tensor first and last.
+    for kind, in_order in ((Labeled, lambda *parts: parts), (LabeledFirst, lambda *parts: parts[::-1])):
+        ours, reference = (compiled(kind(), keras.losses.MeanSquaredError()) for _ in range(2))
+        batches = made(4).map(in_order)
+        ringtrain.fit(ours, batches, epochs=2, verbose=0, options=_virtual())
+        reference.fit(batches, epochs=2, verbose=0)
+        assert distance(ours, reference) < 1e-10
     try:
         ringtrain.fit(compiled(Labeled(), keras.losses.MeanSquaredError()), made(5), verbose=0, options=options())
     except DataError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from horovod.runner.elastic import registration
 from simulation.elastic import simulate
 from simulation.elastic_faults import disturb
 from simulation.planted import Defect, seeds_to_find, text
@@ -25,6 +24,18 @@ def none_empty(*_: Any) -> Any:
     driver = MAKE_DRIVER()
     driver._update_host_assignments = driver.__mro__[1]._update_host_assignments
     return driver
+
+
+def hasty(*_: Any) -> Any:
+    """The driver of slots, which notes an exit while it assigns ranks."""
+    driver = MAKE_DRIVER()
+
+    class Hasty(driver):  # type: ignore[misc, valid-type]
+        def _handle_worker_exit(self, slot_info: Any, exit_code: int, timestamp: float) -> None:
+            self._empty.add((slot_info.hostname, slot_info.local_rank))
+            super(driver, self)._handle_worker_exit(slot_info, exit_code, timestamp)
+
+    return Hasty
 
 
 MAKE_DRIVER = elastic_slots.make_driver
@@ -51,16 +62,13 @@ DEFECTS = {
         elastic_slots, "placement", ("local_rank=local_rank,", "local_rank=number_of(slot.hostname),")
     ),
     "a slot whose process has exited stays empty": Defect(elastic_slots, "make_driver", none_empty),
-    "ranks are awaited that cannot come": Defect(
-        elastic_slots, "make_registry", lambda: registration.WorkerStateRegistry
-    ),
+    "an exit is noted while ranks are assigned": Defect(elastic_slots, "make_driver", hasty),
     "a lost host stays listed": text(
         Launcher, "_check_agents", ("host.agent, host.published_s, host.ask_again_s = None, 0.0,", "_, _, _ = 0, 0,")
     ),
     "a host that is taken away soon stays listed": text(
         Launcher, "_publish", ("if not host.published_s or host.is_leaving:", "if not host.published_s:")
     ),
-    "an idle host is not announced again": Defect(of_launcher, "UNHEARD_S", float("inf")),
 }
 KINDS: dict[str, tuple[str, ...]] = {
     "rank 0 gives its state, not the one that is furthest": ("in sums of metrics",),
@@ -73,10 +81,9 @@ KINDS: dict[str, tuple[str, ...]] = {
     "commits do not ask for hosts": ("late",),
     "local ranks have gaps": ("at gradients",),
     "a slot whose process has exited stays empty": ("killed twice", "agent", "ssh"),
-    "ranks are awaited that cannot come": ("die", "ssh"),
+    "an exit is noted while ranks are assigned": ("die", "ssh"),
     "a lost host stays listed": ("die", "agent"),
     "a host that is taken away soon stays listed": ("notice",),
-    "an idle host is not announced again": ("late",),
 }
 """faults among which a few schedules find a defect"""
 

@@ -81,7 +81,7 @@ def kill(run: Run) -> None:
 SCHEDULES = {
     "a rank fails while slots are awaited": (
         a_rank_fails_while_slots_are_awaited,
-        "ranks are awaited that cannot come",
+        "an exit is noted while ranks are assigned",
     ),
     "a slot comes back before the ranks go on": (
         a_slot_comes_back_before_the_ranks_go_on,
@@ -92,6 +92,19 @@ SCHEDULES = {
         "a generation is noted before its journal is open",
     ),
 }
+
+
+def killed_twice(run: Run) -> None:
+    """A process fails while the driver waits for its slot, which then gets a new one."""
+    calm(run, min_np=2, blacklist_cooldown=(15, 600))
+    for time_s in (8.0, 16.0):
+        run.world.at(time_s, lambda: kill(run))
+
+
+def test_an_exit_does_not_count_for_the_next_process() -> None:
+    assert [check(seed, 2, killed_twice).code for seed in (0, 4)] == [0, 0]
+    with DEFECTS["an exit is noted while ranks are assigned"].planted():
+        assert simulate(0, 2, directed=killed_twice).code
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
