@@ -241,8 +241,11 @@ def elastic_launch(options: LaunchOptions) -> Launch:
     check_min_np(options, first_ranks)
     slots = sum(host.slots for host in hosts)
     max_ranks = options.max_np or max(first_ranks, slots)
+    here: frozenset[str] = frozenset()
+    if not options.host_discovery:
+        here = host_agent.here(host.name for host in hosts)
     interface = options.network_interface
-    if not interface and not options.host_discovery and len(hosts) == 1 and host_agent.here([hosts[0].name]):
+    if not interface and len(hosts) == 1 and here:
         interface = "lo"  # the job stays on this host
     planner = partial(
         horovodrun.elastic,
@@ -261,6 +264,7 @@ def elastic_launch(options: LaunchOptions) -> Launch:
         hosts,
         max(first_ranks, min(max_ranks, slots)),
         planner,
+        here=here,
         supervisor=partial(elastic.ElasticSupervisor, discover=discover, first_ranks=first_ranks),
     )
 

@@ -12,6 +12,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import keras
@@ -81,7 +82,18 @@ def is_known(model: keras.Model) -> bool:
         and all(map(_is_of_keras, losses))
         and all(isinstance(operation, keras.Layer) for operation in getattr(model, "operations", ()))
         and not any(isinstance(part, keras.layers.Lambda) for part in parts)
+        and not any(map(_has_foreign_parts, layers_of(model)[1:]))
     )
+
+
+def _has_foreign_parts(layer: keras.Layer) -> bool:
+    """Returns whether a layer has a function or a regularizer that is not Keras'."""
+    for value in vars(layer).values():
+        is_part = isinstance(value, FunctionType | keras.regularizers.Regularizer)
+        module = str(getattr(value if isinstance(value, FunctionType) else type(value), "__module__", ""))
+        if is_part and not module.startswith(("keras.", "ringtrain.")):
+            return True
+    return False
 
 
 def _is_of_keras(loss: Any) -> bool:

@@ -100,15 +100,14 @@ def _job(process: Process, source: ScriptSource) -> Job:
     model, arguments = source.model, source.arguments
     everyone = [*arguments.callbacks, source.history]
     size = 1 if process.strategy.ranks_change else hvd.size()
-    of_horovod = {"BroadcastGlobalVariablesCallback", "MetricAverageCallback"}
-    if process.strategy.ranks_change and any(classes_of(one) & of_horovod for one in arguments.callbacks):
-        raise ConfigError(f"ringtrain.fit: in an elastic job, leave out {' and '.join(sorted(of_horovod))}")
-    if process.strategy.ranks_change and arguments.batch_per_rank:
-        raise ConfigError("ringtrain.fit: batch_per_rank in an elastic job: give the batch_size of all ranks together")
+    if process.strategy.ranks_change:
+        _refuse_in_elastic_job(arguments)
     batch_size = (arguments.batch_size or 32) * (size if arguments.batch_per_rank else 1)
     batch_size = max(1, batch_size // arguments.parts)
     train, test = data.inputs(arguments, batch_size)
     validation = validation_of(arguments, test, batch_size, "val_")
+    if hvd.size() > 1 and not arguments.batch_per_rank and not (isinstance(train, data.Stream) and train.is_shard):
+        _refuse_stateful(model)
     unlike = _prepare(process, model, train, batch_size)
     num_train = len(train)
     more = {**train.plan, **_compile_by_xla(process, model, train)}
@@ -129,8 +128,6 @@ def _job(process: Process, source: ScriptSource) -> Job:
     steps = arguments.steps_per_epoch if isinstance(train, data.NumberedRows) else None
     numbers = adopt(process, model, train.kind, num_train, len(test), batch_size, steps)
     numbers = dataclasses.replace(numbers, initial_epoch=arguments.initial_epoch)
-    if process.strategy.ranks_change and numbers.initial_epoch:
-        raise ConfigError("ringtrain.fit: initial_epoch in an elastic job: give the number of epochs that are left")
     folder = ForScript.from_environment().folder
     if folder:
         write_below(Path(folder), arguments.callbacks)
@@ -162,6 +159,26 @@ def _job(process: Process, source: ScriptSource) -> Job:
         follows_schedule=False,
         facts={"script": sys.argv[0], "unlike_one_process": unlike, "on_resume": train.on_resume},
     )
+
+
+def _refuse_in_elastic_job(arguments: data.FitArguments) -> None:
+    of_horovod = {"BroadcastGlobalVariablesCallback", "MetricAverageCallback"}
+    if any(classes_of(callback) & of_horovod for callback in arguments.callbacks):
+        raise ConfigError(f"ringtrain.fit: in an elastic job, leave out {' and '.join(sorted(of_horovod))}")
+    if arguments.batch_per_rank:
+        raise ConfigError("ringtrain.fit: batch_per_rank in an elastic job: give the batch_size of all ranks together")
+    if arguments.initial_epoch:
+        raise ConfigError("ringtrain.fit: initial_epoch in an elastic job: give the number of epochs that are left")
+
+
+def _refuse_stateful(model: keras.Model) -> None:
+    """Raises ConfigError for a layer that keeps a state for each row of a batch, of which ranks have parts."""
+    for layer in layers_of(model):
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            raise ConfigError(
+                f"ringtrain.fit: layer {layer.name} is stateful, with a state for each row of a whole batch, and a rank"
+                " trains a part of the rows: build the model for the rows of one rank, and pass batch_per_rank=True"
+            )
 
 
 def write_below(folder: Path, callbacks: Sequence[keras.callbacks.Callback]) -> None:

@@ -60,6 +60,8 @@ def _of_each_rank(model: keras.Model, seen: divided.Comparison) -> list[str]:
     found = []
     if any(not hasattr(layer, "device_of_sums") for layer in hvd.batch_norm_layers(model)):
         found.append("batch normalization uses each rank's rows (all rows with model.sync_batch_norm)")
+    if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+        found.append("float16 overflows by each rank's gradients, so that other steps may be skipped")
     if seen.draws:
         found.append("random layers draw other numbers on each rank")
     if seen.draws_by_tensorflow:

@@ -95,8 +95,8 @@ class Rows:
         except (ValueError, tf.errors.InvalidArgumentError) as error:
             if run.size > 1 and train_step.is_own(run.model):
                 error.add_note(
-                    "ringtrain.fit: train_step gets this rank's part of the batch, which has fewer rows: take their"
-                    " number from the data, as by tf.shape(x)[0]"
+                    "ringtrain.fit: train_step gets this rank's part of the first axis of each tensor of the batch:"
+                    " take the number of rows from the data, as by tf.shape(x)[0]"
                 )
             raise
         if self.train.may_end_early and clock.steps_left <= run.model.steps_per_execution:

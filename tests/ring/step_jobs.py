@@ -13,7 +13,7 @@ from only import only
 
 import ringtrain
 from ringtrain.config import Config, TrainConfig
-from ringtrain.errors import DataError
+from ringtrain.errors import ConfigError, DataError
 
 
 class Raw(keras.Model):
@@ -225,6 +225,39 @@ def tensors_with_different_numbers_of_rows() -> None:
 
 
 @only(np=2)
+def functions_of_the_script_in_layers_of_keras() -> None:
+    """A layer that mixes the rows of a batch by one of them is named before training; one that does not is not."""
+
+    def of_columns(outputs: Any) -> Any:
+        return outputs - tf.reduce_mean(outputs, 0)
+
+    def of_rows(outputs: Any) -> Any:
+        return tf.tanh(outputs)
+
+    named = []
+    for activation in (of_columns, of_rows):
+        model = compiled(dense(keras.layers.Dense(5, activation=activation)))
+        history = ringtrain.fit(model, X, Y, options=options(), **SAME)
+        summary = json.loads((history.run / "summary.json").read_text())
+        named.append("is not the mean of its parts'" in str(summary["unlike_one_process"]))
+    assert named == [True, False]
+
+
+@only(np=2)
+def a_state_for_each_row_of_a_batch() -> None:
+    """Is refused, as ranks have parts of the rows."""
+    layers = [keras.Input((5, 4), batch_size=32), keras.layers.LSTM(3, stateful=True), keras.layers.Dense(1)]
+    try:
+        ringtrain.fit(
+            compiled(keras.Sequential(layers)), np.ones((64, 5, 4)), np.ones((64, 1)), options=options(), **SAME
+        )
+    except ConfigError as error:
+        assert "is stateful" in str(error)
+    else:
+        raise AssertionError("trained a state for each row")
+
+
+@only(np=2)
 def a_number_of_rows_that_a_step_takes_for_granted() -> None:
     """The error says that a step gets a part of the rows."""
 
@@ -235,6 +268,6 @@ def a_number_of_rows_that_a_step_takes_for_granted() -> None:
     try:
         ringtrain.fit(_of(Granted), X[:64], Y[:64], options=options(), **SAME)
     except ValueError as error:
-        assert "part of the batch" in "".join(error.__notes__)
+        assert "part of the first axis" in "".join(error.__notes__)
     else:
         raise AssertionError("trained other shapes")
