@@ -21,7 +21,7 @@ from ringtrain.protocol.json_text import parse_json
 from ringtrain.run import console, evaluation, resume
 from ringtrain.run.context import Job, Process, RunContext
 from ringtrain.run.run_folder import METRICS, NO_METRICS
-from ringtrain.sources import OF_FIT, OPTIONS, loop, script
+from ringtrain.sources import OF_FIT, OPTIONS, loop, script_model
 from ringtrain.strategies.ring import OF_OPTIMIZER
 
 ONLY_IN_FIT = ("checkpoint.every_steps", "checkpoint.every_minutes", *OF_OPTIMIZER, *OF_FIT)
@@ -92,7 +92,7 @@ class Run(keras.callbacks.Callback):
         source = hvd.run_together(lambda: self._source(config))
         process = train.setup(config, source, None, journal.Stages())
         with contextlib.ExitStack() as stack:
-            stack.enter_context(script.unchanged_afterwards(model, seeds_ranks=False))
+            stack.enter_context(script_model.unchanged_afterwards(model, seeds_ranks=False))
             with keras_fit.journaled(process):
                 run = train.agree(process)
             if not isinstance(run, RunContext):

@@ -232,7 +232,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     strategies.prepare(config)
     from ringtrain import hvd, train
     from ringtrain.run import callback_state, resume
-    from ringtrain.sources import script
+    from ringtrain.sources import script, script_model
 
     # A rank that joins runs the script from its beginning, with the others in the middle of this call.
     if hvd.elastic.is_on() and hvd.process.PROCESS.num_runs:
@@ -250,7 +250,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     # such as the reduction of its optimizer, is removed again, also after an error.
     source = script.ScriptSource(config, model, arguments)
     process = train.setup(config, source, None, journal.Stages())
-    with script.unchanged_afterwards(model), journaled(process):
+    with script_model.unchanged_afterwards(model), journaled(process):
         run, summary, exit_code = train.to_the_end(process)
     # A signal has ended all ranks after the same step; the script must not go on as if training were complete.
     end_by_signal(exit_code)

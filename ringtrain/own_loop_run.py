@@ -93,7 +93,7 @@ class Loop:
         from ringtrain import hvd, train
         from ringtrain.run import loop
         from ringtrain.run.context import RunContext
-        from ringtrain.sources import script
+        from ringtrain.sources import script_model
 
         if hvd.elastic.is_on():
             raise ConfigError(
@@ -102,7 +102,7 @@ class Loop:
             )
         process = train.setup(self.config, self.source, None, journal.Stages())
         with contextlib.ExitStack() as stack:
-            stack.enter_context(script.unchanged_afterwards(self.model))
+            stack.enter_context(script_model.unchanged_afterwards(self.model))
             with keras_fit.journaled(process):
                 run = train.agree(process)
             if not isinstance(run, RunContext):

@@ -2,6 +2,7 @@
 
 configured:   the configuration
 script:       the script, with `ringtrain.fit`
+script_model: its model, made ready for several ranks
 loop:         the script's own training loop, with `ringtrain.loop`
 unlike:       what of a model is not the same on several ranks as in one process, in words
 

@@ -68,7 +68,7 @@ def _job(process: Process, given: data.FitArguments) -> Job:
     import tensorflow as tf
 
     from ringtrain import hvd
-    from ringtrain.sources import script
+    from ringtrain.sources import script, script_model
 
     config, together = process.config, process.together
     name, size = config.data.name, num_shards(config, hvd.size())
@@ -95,7 +95,7 @@ def _job(process: Process, given: data.FitArguments) -> Job:
     facts: dict[str, Any] = {"on_resume": train.on_resume}
 
     def prepare(model: keras.Model) -> None:
-        unlike = script.build(process, model, train, rows)
+        unlike = script_model.build(process, model, train, rows)
         if not process.strategy.shares_state:
             tf.random.set_seed(config.seed * size + hvd.rank())  # else all ranks would draw the same noise
             hvd.seed_globally_by_rank(config.seed)

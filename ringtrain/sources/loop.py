@@ -14,7 +14,7 @@ from ringtrain.errors import ConfigError
 from ringtrain.hvd.keras_patches import has_weights
 from ringtrain.run import evaluation, identity, model_state
 from ringtrain.run.context import Job, Process, Validation
-from ringtrain.sources import script
+from ringtrain.sources import script, script_model
 
 
 class StepsOfScript(script.ModelOfScript):
@@ -100,11 +100,11 @@ class LoopOfScript(StepsOfScript):
                     f"ringtrain.loop: {part.name} has no weights yet: begin it with keras.Input, or call it on a batch"
                     f" before"
                 )
-        script.synchronize_batch_norm(process.config, model)
+        script_model.synchronize_batch_norm(process.config, model)
         if self.distributes:
-            script.distribute(process, model.optimizers, "ringtrain.loop")
+            script_model.distribute(process, model.optimizers, "ringtrain.loop")
         self._build_optimizers()
-        script.seed_by_rank(model, process.config.seed)
+        script_model.seed_by_rank(model, process.config.seed)
         single = model.models[0] if len(model.models) == 1 else None
         return self.job_of(
             process,

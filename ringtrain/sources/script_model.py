@@ -1,0 +1,204 @@
+"""Compiled model of a script, made ready for several ranks: built, distributed, and afterwards as before."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from ringtrain import data, hvd
+from ringtrain.config import Config, changed_options
+from ringtrain.errors import ConfigError, RingtrainError
+from ringtrain.hvd import train_step
+from ringtrain.hvd.distributed import undistribute
+from ringtrain.hvd.keras_patches import distributed, innermost, layers_of, set_untracked
+from ringtrain.optim import divided, metric_states
+from ringtrain.optim.uneven import NO_XLA
+from ringtrain.run import devices
+from ringtrain.run.context import Process
+from ringtrain.sources.unlike import unlike_one_process
+from ringtrain.strategies.ring import OF_OPTIMIZER, Ring
+
+
+def prepare(process: Process, model: keras.Model, train: Any, batch_size: int) -> list[str]:
+    """Builds the model, makes its optimizers distributed, and gives ranks other seeds; returns what `build` does."""
+    synchronize_batch_norm(process.config, model)
+    if process.strategy.shares_state and any(distributed(one) for one in hvd.optimizers_of(model)):
+        raise ConfigError(
+            "ringtrain.fit: virtual ranks and elastic jobs reduce gradients by themselves: leave out"
+            " hvd.DistributedOptimizer"
+        )
+    unlike = build(process, model, train, batch_size)
+    if process.strategy.shares_state:
+        return unlike
+    seed_by_rank(model, process.config.seed)
+    return unlike
+
+
+def seed_by_rank(model: keras.Model, seed: int) -> None:
+    """Gives ranks other random numbers, or all would drop the same units; rank 0 keeps the script's seeds."""
+    if hvd.rank():
+        for index, state in enumerate(hvd.seeds(model)):
+            draw = np.random.default_rng([seed, hvd.rank(), index])
+            state.assign(draw.integers(0, 2**31, state.shape))
+        tf.random.set_seed(seed * hvd.size() + hvd.rank())
+    hvd.seed_globally_by_rank(seed)
+
+
+def synchronize_batch_norm(config: Config, model: keras.Model) -> None:
+    """Synchronizes batch normalization over the ranks, if an option asks for it."""
+    on_device = devices.device_of_sums(config.device)
+    if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, on_device):
+        raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
+
+
+def build(process: Process, model: keras.Model, train: data.NumberedRows | data.Stream, batch_size: int) -> list[str]:
+    """Makes a compiled model's optimizers distributed, and builds model, metrics, loss and optimizers.
+
+    Returns the parts of the model whose results are not those of one process.
+    """
+    if process.strategy.ranks_change and train.may_end_early:
+        raise ConfigError(
+            "ringtrain.fit: an elastic job needs epochs of a known length: use assert_cardinality, or repeat() and"
+            " steps_per_epoch"
+        )
+    optimizers = hvd.optimizers_of(model)
+    distribute(process, optimizers, "ringtrain.fit")
+    train_step.be_traced_anew(model)
+    num_rows = max(2, batch_size // hvd.size())
+    if isinstance(train, data.Stream):
+        batch = train.dataset.element_spec  # unknown sizes stay unknown, and no batch is read
+    else:
+        batch = train.rows(0, min(len(train), num_rows))
+    # Keras' way to build does not fit a train_step whose data are not those of the model's call.
+    is_built = type(model).call is not keras.Model.call and _builds_by_call(model, batch)
+    if len(optimizers) > 1 or not is_built:
+        _trace(model, batch)  # builds optimizers of a train_step
+        model.built = True
+    cast(Ring, process.strategy).share_rows(model, batch)
+    rows = train.rows if isinstance(train, data.NumberedRows) and len(train) >= metric_states.NUM_ROWS else None
+    if process.strategy.shares_state:
+        untested = divided.refuse_metrics(model, batch, rows)
+        unlike = unlike_one_process(model, batch, rows, process.config.train.virtual_ranks > 0)
+        if untested:
+            unlike.append(f"{', '.join(untested)}: whether the metric adds up over parts of a batch was not tested")
+        return unlike
+    if hvd.size() == 1:
+        return []
+    return unlike_one_process(model, batch, rows)
+
+
+def _trace(model: keras.Model, batch: Any) -> None:
+    """Traces a step, so that functions which it calls keep as little of it as possible."""
+    try:
+        with train_step.inlined_functions():
+            tf.function(model.train_step).get_concrete_function(batch)
+    except Exception:  # inlined, the control flow of a function is Python's
+        tf.function(model.train_step).get_concrete_function(batch)
+
+
+def _builds_by_call(model: keras.Model, batch: Any) -> bool:
+    """Builds model, metrics and optimizer as Keras does; False: it fails, and a `train_step` may do it instead."""
+    try:
+        model._symbolic_build(data_batch=batch)
+    except Exception:
+        if not train_step.is_own(model):
+            raise
+        return False
+    return True
+
+
+def compile_by_xla(process: Process, model: keras.Model, train: data.NumberedRows | data.Stream) -> dict[str, str]:
+    """Compiles the gradients with XLA, if the option asks for it; returns a row of the plan.
+
+    Last, as tracing for the comparisons before replaces parts of the step.
+    """
+    if not process.config.train.jit:
+        is_asked = model._compile_config is not None and model._compile_config.config.get("jit_compile") is True
+        return {"xla": "off: it has no kernel for the allreduce; options train.jit, optimizer.jit"} if is_asked else {}
+    batch = train.dataset.element_spec if isinstance(train, data.Stream) else train.rows(0, 1)
+    layers = layers_of(model)
+    is_masked = any(isinstance(one, keras.layers.Masking) or getattr(one, "mask_zero", False) for one in layers)
+    if process.strategy.shares_state:
+        raise ConfigError("train.jit: elastic jobs divide the step otherwise: leave it out")
+    if is_masked or keras.utils.unpack_x_y_sample_weight(batch)[2] is not None:
+        raise ConfigError(f"train.jit: {NO_XLA}")
+    try:
+        hvd.jit_gradients(model)
+    except RingtrainError as error:
+        raise ConfigError(f"train.jit: {str(error).removeprefix('jit: ')}") from error
+    return {"xla": "forward and backward pass are compiled; results differ in the last bits"}
+
+
+def distribute(process: Process, optimizers: Sequence[Any], door: str) -> None:
+    """Makes optimizers distributed; raises ConfigError for options that one that is distributed already does not have.
+
+    door: The function that a script has called.
+    """
+    changed = changed_options(process.config).items()
+    options = {name: value for name, value in changed if name.startswith(OF_OPTIMIZER)}
+    for optimizer in optimizers:
+        if not distributed(optimizer):
+            process.strategy.distribute(optimizer)
+            type(innermost(optimizer)).options_of_fit = options
+            continue
+        earlier = getattr(innermost(optimizer), "options_of_fit", None)
+        if earlier is None and options:
+            raise ConfigError(
+                f"{door}: options set {next(iter(options))}, but the optimizer is distributed already: pass"
+                " it to hvd.DistributedOptimizer, or leave hvd.DistributedOptimizer out"
+            )
+        if earlier is not None and earlier != options:
+            raise ConfigError(
+                f"{door}: the optimizer is sharded since an earlier fit with the options {earlier}: pass the"
+                " same ones, or compile the model again with a new optimizer"
+            )
+
+
+@contextlib.contextmanager
+def unchanged_afterwards(model: keras.Model, seeds_ranks: bool = True) -> Iterator[None]:
+    """Context after which model, optimizers and layers are as before it, but for what is trained; see docs/fit.md.
+
+    seeds_ranks: The run gives each rank other random numbers; afterwards they are equal again.
+    """
+    seeds_ranks = seeds_ranks and hvd.size() > 1
+    optimizers = hvd.optimizers_of(model)
+    of_script = [one for one in optimizers if distributed(one)]
+    synchronized = list(hvd.synchronized_layers(model))
+    applies = [vars(optimizer).get("apply") for optimizer in optimizers]
+    if model.jit_compile:
+        model.make_test_function()  # which XLA compiles, as it reduces nothing
+    jit_compile, model.jit_compile = model.jit_compile, False  # XLA has no kernel for Horovod's allreduce
+    seed = context.global_seed()
+    numbers = [state.numpy() for state in hvd.global_seed(create=seeds_ranks)]
+    try:
+        with train_step.unchanged_afterwards(model):
+            yield
+        if seeds_ranks:  # the script's next random numbers are equal on all ranks again: rank 0's
+            hvd.broadcast_variables(hvd.global_seed(create=True), root_rank=0)
+            numbers = [state.numpy() for state in hvd.global_seed()]
+        if hvd.size() > 1 and hvd.local_steps_of(model) > 1 and not of_script:
+            slots = [slot for one in hvd.optimizers_of(model) for slot in innermost(one).of_one_rank(now=True)]
+            hvd.broadcast_variables(slots, root_rank=0)  # the ranks' slots differ
+    finally:
+        for optimizer, apply in zip(optimizers, applies, strict=True):
+            vars(optimizer).pop("apply", None)
+            if apply is not None:
+                set_untracked(optimizer, apply=apply)
+        for optimizer in hvd.optimizers_of(model):
+            if all(optimizer is not one for one in of_script):
+                undistribute(optimizer)
+        for layer in hvd.synchronized_layers(model):
+            if all(layer is not one for one in synchronized):
+                hvd.unsynchronize(layer)
+        model.jit_compile, model.train_function = jit_compile, None
+        vars(model).pop("ringtrain_shares_state", None)
+        if seeds_ranks:  # the ranks' own seeds would shuffle the script's next dataset otherwise on each rank
+            tf.random.set_seed(seed)
+            for state, value in zip(hvd.global_seed(), numbers, strict=False):
+                state.assign(value)
