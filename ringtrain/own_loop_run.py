@@ -366,7 +366,7 @@ class Loop:
     # ---- data --------------------------------------------------------------------------------------------------------
 
     def _reader(self, run: RunContext, x: Any, y: Any, sample_weight: Any, shuffle: bool) -> tuple[Any, bool]:
-        """What makes the batches of an epoch from one of its steps on, and whether each has a header."""
+        """Function that returns the batches of an epoch from one of its steps on, and whether each has a header."""
         arrays = (x, y, sample_weight)
         if self._data and all(array is before for array, before in zip(arrays, self._data[0], strict=True)):
             return self._data[1:]

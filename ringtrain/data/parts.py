@@ -66,10 +66,10 @@ class Parts(NamedTuple):
         lengths = [num_rows_of(leaf) for leaf in tf.nest.flatten(batch)]
         with tf.control_dependencies([self._checked(lengths)]):
             rows = tf.identity(lengths[0])
-        shares = []
-        for begin, end in self._bounds(rows):
+        bounds, shares = self._bounds(rows), []
+        for begin, end in bounds:
             shares.append(tf.cast(end - begin, tf.float64) * self.num_parts / tf.cast(rows, tf.float64))
-        header = Header(tf.stack(shares), tf.stack(_num_read(self._bounds(rows))), tf.zeros([], tf.float64))
+        header = Header(tf.stack(shares), tf.stack(_num_read(bounds)), tf.zeros([], tf.float64))
 
         # Each tensor is divided by its own rows: a batch may have 16 of one kind and 4 of another.
         def part_of(leaf: Any) -> Any:

@@ -249,18 +249,18 @@ def _distance(whole: Sequence[Any], first: Sequence[Any], second: Sequence[Any])
 def replaced(objects: Sequence[tuple[Any, dict[str, Any]]]) -> Iterator[None]:
     """Context in which objects have other attributes, behind Keras' tracking of attributes."""
     before = []
-    for replaced, values in objects:
-        attributes = vars(replaced)
+    for changed, values in objects:
+        attributes = vars(changed)
         before.append({name: attributes[name] for name in values if name in attributes})
     try:
-        for replaced, values in objects:
-            vars(replaced).update(values)
+        for changed, values in objects:
+            vars(changed).update(values)
         yield
     finally:
-        for (replaced, values), kept in zip(objects, before, strict=True):
+        for (changed, values), kept in zip(objects, before, strict=True):
             for name in values:
-                vars(replaced).pop(name, None)
-            vars(replaced).update(kept)
+                vars(changed).pop(name, None)
+            vars(changed).update(kept)
 
 
 def _captured(model: keras.Model, gradients: list[Any]) -> contextlib.AbstractContextManager[None]:

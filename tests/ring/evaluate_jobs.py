@@ -8,11 +8,10 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from fit_alike import CLASSES, SAME, SEQUENCES, WEIGHTS, X, Y, compiled, dense, options
+from fit_alike import CLASSES, SAME, SEQUENCES, WEIGHTS, X, Y, compiled, dense, options, refused
 
 import ringtrain
 from ringtrain import hvd
-from ringtrain.errors import RingtrainError
 
 
 class _Seen(keras.callbacks.Callback):
@@ -54,15 +53,6 @@ def _equals_keras(model: keras.Model, make: Callable[[], Any], steps: int | None
     np.testing.assert_array_equal(
         ringtrain.predict(model, make(), steps=steps, verbose=0), model.predict(make(), steps=steps, verbose=0)
     )
-
-
-def _refused(word: str, function: Callable[[], Any]) -> None:
-    try:
-        function()
-    except RingtrainError as error:
-        assert word in str(error), error
-    else:
-        raise AssertionError(f"not refused: {word}")
 
 
 def evaluation_of_arrays() -> None:
@@ -108,9 +98,9 @@ def evaluation_of_arrays() -> None:
     seen = _Seen()
     ringtrain.predict(model, x, batch_size=10, verbose=0, callbacks=[seen])
     assert sum(hvd.allgather_object(seen.num_batches, name="batches")) == 10 and seen.num_batches < 6
-    _refused("at least 1", lambda: ringtrain.predict(model, x, batch_size=0))
+    refused("at least 1", lambda: ringtrain.predict(model, x, batch_size=0))
     other = keras.tree.map_structure(lambda leaf: leaf[:: 1 - 2 * (hvd.rank() == hvd.size() - 1)], x)
-    _refused(f"rank {hvd.size() - 1} has other data", lambda: ringtrain.predict(model, other, verbose=0))
+    refused(f"rank {hvd.size() - 1} has other data", lambda: ringtrain.predict(model, other, verbose=0))
 
 
 class _Batches(keras.utils.PyDataset):
@@ -161,9 +151,9 @@ def evaluation_of_batches() -> None:
     _alike(_evaluated(model, shard), expected)
 
     other = lambda: ((X + hvd.rank(), Y) for _ in range(3))  # noqa: E731
-    _refused("rank 1 has other data", lambda: ringtrain.evaluate(model, other(), verbose=0))
-    _refused("without an end", lambda: ringtrain.evaluate(model, pairs().repeat(), verbose=0))
-    _refused("without batches", lambda: ringtrain.predict(model, pairs().filter(lambda x, y: False), verbose=0))
+    refused("rank 1 has other data", lambda: ringtrain.evaluate(model, other(), verbose=0))
+    refused("without an end", lambda: ringtrain.evaluate(model, pairs().repeat(), verbose=0))
+    refused("without batches", lambda: ringtrain.predict(model, pairs().filter(lambda x, y: False), verbose=0))
     for function in (ringtrain.evaluate, ringtrain.predict):
         try:
             function(model, failing(), verbose=0)

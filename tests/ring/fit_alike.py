@@ -15,6 +15,7 @@ import numpy as np
 import ringtrain
 import ringtrain.hvd as hvd
 from ringtrain.config import CheckpointConfig, Config, RunConfig, TrackingConfig
+from ringtrain.errors import RingtrainError
 
 OUTPUT, ROOT = Path(sys.argv[1]), Path(__file__).parents[2]
 RANDOM = np.random.default_rng(0)
@@ -130,6 +131,16 @@ def resumes_and_is_refused(
     assert again.checksum == history.checksum
     is_refused(make, x, y, name, **arguments)
     return resumed
+
+
+def refused(words: str, function: Callable[[], Any]) -> None:
+    """A call raises an error of ringtrain's that has these words."""
+    try:
+        function()
+    except RingtrainError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"not refused: {words}")
 
 
 def is_refused(make: Any, x: Any, y: Any, name: str, wrong: Any = reversed_rows, **arguments: Any) -> None:

@@ -21,11 +21,10 @@ from simulation.members import GLOO_TIMEOUT_S, Group, Member
 from simulation.replaced import replaced
 from simulation.world import World
 
-from ringtrain.cluster import launch, processes
+from ringtrain.cluster import launch
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.config import Config
 from ringtrain.derived import Numbers
-from ringtrain.errors import RingtrainError
 from ringtrain.monitor import journal
 
 CHAOS_S = 150.0
@@ -112,23 +111,16 @@ class Run(launched.Run):
             1, num_train, 0, rows, 1, rows, steps, steps * epochs, 0, 0.1, 0.1, 0, (), 0
         )
 
-    def _main(self) -> None:
-        try:
-            work = launch.elastic_launch(self.options)
-            planner: Any = work.planner
-            self.highest = planner.keywords["max_ranks"]
+    def run_attempts(self) -> int:
+        work = launch.elastic_launch(self.options)
+        planner: Any = work.planner
+        self.highest = planner.keywords["max_ranks"]
 
-            def plan(job: Any) -> Any:
-                self.cluster.job = job
-                return planner(job)
+        def plan(job: Any) -> Any:
+            self.cluster.job = job
+            return planner(job)
 
-            code = launch.run_attempts(dataclasses.replace(work, planner=plan))
-        except RingtrainError as error:
-            processes.say(str(error))
-            code = 2
-        except KeyboardInterrupt:
-            code = 130
-        self.returns(code)
+        return launch.run_attempts(dataclasses.replace(work, planner=plan))
 
     # ---- what must hold while it runs --------------------------------------------------------------------------------
 

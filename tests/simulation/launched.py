@@ -111,9 +111,12 @@ class Run:
         self.cluster.job = job
         return Plan((words("mpirun", because="ranks"),), job.command)
 
+    def run_attempts(self) -> int:
+        return launch.run_attempts(self.work)
+
     def _main(self) -> None:
         try:
-            code = launch.run_attempts(self.work)
+            code = self.run_attempts()
         except RingtrainError as error:
             processes.say(str(error))
             code = 2

@@ -101,7 +101,7 @@ class Outcome:
         return [Suspect(**one) for one in self.first("suspects") or ()]
 
     def told(self) -> list[str]:
-        """What the run itself says of parts whose results are not those of one process, a phrase each."""
+        """Parts of the model whose results are not those of one process, from the summary, a phrase each."""
         summary = parse_json((self.folder / "summary.json").read_text(encoding="utf-8"))
         return list(summary.get("unlike_one_process", ()))
 
