@@ -71,7 +71,7 @@ class Division:
             if not _is_map(earlier):
                 rows = _again(earlier, rows)
         batches = rows.batch(size, drop_remainder=bool(self.batch._drop_remainder))
-        own = batches.map(lambda *batch: cut(_element(batch), parts))
+        own = batches.map(lambda *batch: cut(_element(batch), parts, have_same_rows=True))
 
         # Maps need rows; each takes the header of its batch along.
         maps = [earlier for earlier in self.before if _is_map(earlier)]
@@ -80,7 +80,7 @@ class Division:
             for earlier in maps:
                 own = _mapped(own, earlier)
             own = own.batch(len(parts.places(size)))
-            own = own.map(lambda header, part: (Header(*(values[0] for values in header)), part))
+            own = own.map(lambda headers, part: (_header_of(headers), part))
         for earlier in self.after:
             own = _mapped(own, earlier) if _is_map(earlier) else _again(earlier, own)
         return own.with_options(self.whole.options())
@@ -246,12 +246,22 @@ def _mapped(dataset: tf.data.Dataset, earlier: Any) -> tf.data.Dataset:
     return dataset.map(applied, num_parallel_calls=None if calls is None else int(calls))
 
 
-def _of_each_row(header: Header, part: Any) -> Header:
-    """A header for each row of a part."""
+def _of_each_row(header: Header, part: Any) -> tf.Tensor:
+    """A header for each row of a part, float64 [rows, numbers]: one tensor, as each row costs time per tensor."""
     import tensorflow as tf
 
+    numbers = tf.concat([header.shares, tf.cast(header.rows, tf.float64), header.fingerprint[None]], 0)
     num_rows = num_rows_of(tf.nest.flatten(part)[0])
-    return Header(*(tf.repeat(values[None], num_rows, 0) for values in header))
+    return tf.repeat(numbers[None], num_rows, 0)
+
+
+def _header_of(headers: tf.Tensor) -> Header:
+    """The header that each row of `_of_each_row` has."""
+    import tensorflow as tf
+
+    numbers = headers[0]
+    num_parts = headers.shape[1] // 2
+    return Header(numbers[:num_parts], tf.cast(numbers[num_parts:-1], tf.int64), numbers[-1])
 
 
 def _element(arguments: tuple[Any, ...]) -> Any:
