@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.protocol.env import JOB, LEASE
+from ringtrain.protocol.gate import GATE
 from ringtrain.protocol.launchers import names
 from ringtrain.protocol.status import STATUS_FILES, STATUS_LENGTH
 
@@ -215,10 +216,14 @@ while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$or
             done
         done
         echo "{SAYS}taken $taken" ;;
+    go*)
+        rm -rf "{GATE}-$job" "{GATE}-$job.new"
+        (umask 077 && echo "${{order#go }}" >"{GATE}-$job.new" && mv "{GATE}-$job.new" "{GATE}-$job") ;;
     esac
 done
 sweep
 boxes
+rm -f "{GATE}-$job"
 [ -z "$alone$met" ] || echo "{SAYS}tensorflow ${{met:-alone}}"
 [ "$(killed_for_memory)" = "$before" ] || echo "{SAYS}memory"
 echo "{SAYS}swept$first"

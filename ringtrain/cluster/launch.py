@@ -31,6 +31,7 @@ from ringtrain.cluster.hosts import Host, parse_hosts, read_hostfile, select, ta
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.launch_options import IN_KUBERNETES, LaunchOptions
 from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, openmpi, slurm, trainjob
+from ringtrain.cluster.standby import Standby, standing_by
 from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
@@ -110,6 +111,8 @@ def launch(options: LaunchOptions) -> int:
     check_min_np(options, work.num_ranks)
     if options.ps is not None:  # fewer ranks would have other roles, which no option gives
         work = replace(work, options=replace(work.options, min_np=work.num_ranks))
+    if options.standby:
+        standing_by(options.command)
     first = work.job_on(work.hosts, Attempt(num_ranks=work.num_ranks), work.num_ranks)
     chosen = next((host for host in first.hosts if host.indices), None)
     if chosen and options.started_by.submits:
@@ -160,6 +163,11 @@ def with_tuned(options: LaunchOptions) -> LaunchOptions:
 
 def run_attempts(work: Launch) -> int:
     """Runs a job, restarts it as the options say, and returns the exit code of its last attempt."""
+    with Standby(work.supervisor, work.planner, work.options) as standby:
+        return _run_attempts(work, standby)
+
+
+def _run_attempts(work: Launch, standby: Standby) -> int:
     options, answer_timeout_s = work.options, float("inf")
     results: list[JobResult] = []
     silent, attempt = set[str](), Attempt(num_ranks=work.num_ranks)
@@ -174,7 +182,9 @@ def run_attempts(work: Launch) -> int:
     used, num_ranks = list(work.hosts), work.num_ranks
     while True:
         now = work.job_on(used, attempt, num_ranks)
-        supervised = work.supervisor(now, options, answer_timeout_s)
+        supervised = standby.begin(now) or work.supervisor(now, options, answer_timeout_s)
+        if len(results) < options.max_restarts:
+            supervised.when_initialized = partial(standby.prepare, now, supervised.reports.variables)
         try:
             result = supervisor.run(supervised, work.planner)
         except HostsLost as lost:

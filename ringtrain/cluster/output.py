@@ -37,6 +37,7 @@ class Output:
         self.launcher_lines: deque[str] = deque(maxlen=MAX_LAUNCHER_LINES)
         self.deferred: list[tuple[str, bytes]] = []
         """text of a failure, and a line of it"""
+        self.is_silent = False
         self._lines = Lines(MARK.encode())
         self._line_is_open = False
         self._block: list[bytes] = []
@@ -73,6 +74,8 @@ class Output:
             self.show_block()
 
     def show(self, raw: bytes) -> None:
+        if self.is_silent:
+            return
         write(raw)
         self._line_is_open = not raw.endswith(b"\n")
 

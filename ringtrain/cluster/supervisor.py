@@ -27,6 +27,7 @@ from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.output import Output
 from ringtrain.cluster.processes import find, say, written_files
 from ringtrain.errors import LaunchError, PlacementError
+from ringtrain.protocol import gate
 from ringtrain.protocol.placement import RankPlacement, difference
 from ringtrain.protocol.reader import Reader
 
@@ -47,15 +48,10 @@ def run(supervisor: Supervisor, planner: Callable[[Job], Plan]) -> JobResult:
 
     Raises HostsLost or LaunchError before anything has started, and PlacementError for ranks that are misplaced.
     """
-    job = supervisor.job
-    plan = planner(job)
-    find(plan.argv[0], job.environment)
-    with supervisor, written_files(plan, job.files_folder):
+    with supervisor:
         code, lost = 0, None
         try:
-            supervisor.prepare(plan)
-            plan = planner(replace(job, local_networks=supervisor.agents.local_networks()))
-            supervisor.check_networks(plan)
+            plan = supervisor.plan or supervisor.ready(planner)
             try:
                 code = supervisor.supervise(plan)
             except HostsLost as error:
@@ -106,7 +102,13 @@ class Supervisor:
         self._received: list[int] = []
         self._selector = selectors.DefaultSelector()
         self.agents = HostAgents(job, self._selector, min(options.start_timeout, answer_timeout_s))
+        self.plan: Plan | None = None
+        """of a job whose ranks stand by"""
+        self.when_initialized: Callable[[], None] = lambda: None
+        """called again and again, once a rank has called hvd.init()"""
         self._process: subprocess.Popen[bytes] | None = None
+        self._files = contextlib.ExitStack()
+        """of the plan, while it runs"""
         self._num_compared, self._compared_s, self._wrong_since_s = 0, 0.0, 0.0
         self._handlers: dict[int, Any] = {}
         self._over = threading.Event()
@@ -118,7 +120,6 @@ class Supervisor:
         self._handlers = {number: signal.signal(number, self._receive) for number in caught}
         # A stopped launcher would send no heartbeats, and the agents would end the job.
         self._handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
-        self._heartbeats.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -140,6 +141,49 @@ class Supervisor:
         return bool(self._received)
 
     # ---- before the start -----------------------------------------------------------------------------------------
+
+    def ready(self, planner: Callable[[Job], Plan]) -> Plan:
+        """Readies the hosts, and writes the files of the plan that it returns."""
+        plan = planner(self.job)
+        find(plan.argv[0], self.job.environment)
+        self._files.enter_context(written_files(plan, self.job.files_folder))
+        self._heartbeats.start()
+        self.prepare(plan)
+        plan = planner(replace(self.job, local_networks=self.agents.local_networks()))
+        self.check_networks(plan)
+        return plan
+
+    def stand_by(self, planner: Callable[[Job], Plan]) -> None:
+        """Starts ranks that wait for `go`; for another thread than that of `supervise`."""
+        plan = self.ready(planner)
+        self._start(plan)
+        self.plan = plan  # last: it tells the other thread that there are ranks
+
+    def stands_by(self) -> bool:
+        """Whether all ranks have been started, wait for `go`, and have not been lost."""
+        if not self._process or not self.plan:
+            return False
+        self._catch_up()
+        are_started = len(self.reports.ranks) >= self.planned_placement.size
+        is_lost = self._process.poll() is not None or any(agent.has_exited for agent in self.agents.members)
+        return are_started and not is_lost
+
+    def go(self, attempt: str) -> None:
+        """Lets ranks that stand by begin with an attempt, as JSON."""
+        self.agents.send(gate.order(attempt))
+
+    def give_up(self) -> None:
+        """Ends a start of ranks that stand by, if one is under way, and prints nothing more."""
+        self.output.is_silent = True
+        if not self.plan:
+            self._received.append(signal.SIGTERM)
+        else:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Reads what has been printed while nobody looked."""
+        while self._selector.select(0):
+            self._poll()
 
     def prepare(self, plan: Plan) -> None:
         """Starts an agent on every host. Raises LaunchError if one does not answer or lacks the program."""
@@ -173,17 +217,7 @@ class Supervisor:
 
     def supervise(self, plan: Plan) -> int:
         """Runs the launcher's command to its end, and returns its code as in subprocess."""
-        # In its own process group: the terminal's Ctrl-C reaches this process only, which lets ranks save first.
-        process = self._process = subprocess.Popen(
-            plan.argv,
-            env={**self.job.environment, **plan.env},
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            process_group=0,
-        )
-        stream: Any = process.stderr
-        os.set_blocking(stream.fileno(), False)
-        self._selector.register(stream, selectors.EVENT_READ, None)
+        process = self._process or self._start(plan)
         began_s, end_at_s = time.monotonic(), float("inf")
         while process.poll() is None:
             self._poll()
@@ -195,9 +229,27 @@ class Supervisor:
                 raise Stopped(self.stopped_by)
             self._check_agents()
             self._check_start(began_s)
+            if self.reports.initialized:
+                self.when_initialized()
+        stream: Any = process.stderr
         self.output.drain(stream.fileno())
         self._check_end(process.returncode)
         return process.returncode
+
+    def _start(self, plan: Plan) -> subprocess.Popen[bytes]:
+        """Starts the launcher's command."""
+        # In its own process group: the terminal's Ctrl-C reaches this process only, which lets ranks save first.
+        process = self._process = subprocess.Popen(
+            plan.argv,
+            env={**self.job.environment, **plan.env},
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            process_group=0,
+        )
+        stream: Any = process.stderr
+        os.set_blocking(stream.fileno(), False)
+        self._selector.register(stream, selectors.EVENT_READ, None)
+        return process
 
     def _take_notices(self) -> None:
         """Takes what agents tell of hosts that are taken away soon."""
@@ -370,6 +422,7 @@ class Supervisor:
         if self._process:
             stream: Any = self._process.stderr
             self.output.drain(stream.fileno())
+        self._files.close()
 
     def _wait_for_clean_up(
         self, agents: Sequence[HostAgent], deadline: float, then: Callable[[], None] = lambda: None

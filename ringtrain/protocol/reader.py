@@ -69,6 +69,7 @@ class Reader:
         self.run_name = ""  # until rank 0 has reported it
         self.initialized = False  # a rank has called hvd.init()
         self.not_initialized = False  # a process has imported ringtrain.hvd, and exited without hvd.init()
+        self.variables: dict[str, str] = {}  # that the script has set, and TensorFlow reads when it is loaded
         self.weights: dict[int, str] = {}  # checksum, of ranks that have trained by themselves
         self.status: dict[int, tuple[int, str]] = {}  # step and phase of ranks that have exited
         self.processes: dict[tuple[str, int], int] = {}  # that trains, by host and first process, if they differ
@@ -95,6 +96,9 @@ class Reader:
                 self._pieces.clear()
             elif kind == "run" and rest.endswith(":"):
                 self.run_name = base64.b64decode(rest[:-1], validate=True).decode()
+            elif kind == "variables" and rest.endswith(":"):
+                given = parse_json(base64.b64decode(rest[:-1], validate=True))
+                self.variables |= {str(name): str(value) for name, value in given.items()}
             elif kind in ("init", "no-init") and rest.isdecimal():
                 self.initialized |= kind == "init"
                 self.not_initialized |= kind == "no-init"

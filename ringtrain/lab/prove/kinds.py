@@ -12,6 +12,7 @@ from ringtrain.config import Config, value_of
 from ringtrain.errors import LaunchError
 from ringtrain.lab.prove.outcomes import Start
 from ringtrain.lab.script import Script, variables
+from ringtrain.protocol import as_main
 from ringtrain.protocol.for_script import ForScript
 from ringtrain.run import setup
 
@@ -147,11 +148,10 @@ class ScriptJob:
     @classmethod
     def of(cls, script: Script, steps: int, num_ranks: int) -> ScriptJob:
         """Checks the command. Raises LaunchError."""
-        python, *words = script.command
-        if not Path(python).name.startswith("python"):
-            raise LaunchError(f"got {python} after --, expected python and a script: -- python own.py")
-        if not any(not word.startswith("-") or word == "-m" for word in words):
-            raise LaunchError("got python without a script after --, expected -- python own.py")
+        try:
+            as_main.place_of_script(script.command)
+        except ValueError as error:
+            raise LaunchError(f"{error} after --: -- python own.py") from None
         return cls(script.command, steps, num_ranks)
 
     def command(self, variant: Variant, folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -168,7 +168,7 @@ class ScriptJob:
         )
         words = list(self.words)
         if variant.is_seeded:
-            place = next(index for index, word in enumerate(words) if index > 0 and (word == "-m" or word[0] != "-"))
+            place = as_main.place_of_script(words)
             seeded = ["-m", "ringtrain.lab.prove.seeded", str(SEED), variant.precision or "float32"]
             words[place:place] = seeded
         return words, variables(for_script)

@@ -6,11 +6,10 @@ python -m ringtrain.lab.prove.seeded 1 float32 -m package.module
 
 from __future__ import annotations
 
-import os
-import runpy
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+
+from ringtrain.protocol import as_main
 
 
 def main(argv: Sequence[str]) -> None:
@@ -22,12 +21,7 @@ def main(argv: Sequence[str]) -> None:
     if floatx != keras.config.floatx():
         keras.config.set_floatx(floatx)
         keras.config.set_dtype_policy(floatx)
-    if program == "-m":
-        sys.argv, sys.path[0] = words, os.getcwd()
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-        return
-    sys.argv, sys.path[0] = [program, *words], str(Path(program).resolve().parent)
-    runpy.run_path(program, run_name="__main__")
+    as_main.run([program, *words])
 
 
 if __name__ == "__main__":

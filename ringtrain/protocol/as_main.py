@@ -1,0 +1,50 @@
+"""Runs a script in this process as `python` would."""
+
+from __future__ import annotations
+
+import io
+import os
+import runpy
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def place_of_script(words: Sequence[str]) -> int:
+    """Index of the script, or of -m, in a command line of Python.
+
+    Raises:
+        ValueError: There is none, or the command is not Python's.
+    """
+    if Path(words[0]).name.startswith("python"):
+        for index, word in enumerate(words[1:], 1):
+            if word in ("-c", "-"):
+                break
+            is_value = words[index - 1] in ("-W", "-X")
+            if word == "-m" or not (word.startswith("-") or is_value):
+                return index
+    raise ValueError(f"got {words[0]}, expected python and a script")
+
+
+def run(words: Sequence[str]) -> None:
+    """Runs a script, or -m and a module, with its arguments, as `__main__`."""
+    program, *arguments = words
+    if program == "-m":
+        sys.argv[:] = arguments
+        if not sys.flags.safe_path:
+            sys.path[0] = os.getcwd()
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        return
+    sys.argv[:] = words
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(program).resolve().parent)
+    if not Path(program).is_file():  # a folder with __main__.py
+        runpy.run_path(program, run_name="__main__")
+        return
+    main = types.ModuleType("__main__")
+    main.__file__ = str(Path(program).absolute())
+    sys.modules["__main__"] = main
+    with io.open_code(main.__file__) as file:
+        code = compile(file.read(), main.__file__, "exec", dont_inherit=True)
+    exec(code, main.__dict__)

@@ -1,0 +1,49 @@
+"""Gate of the ranks that stand by: a file in their host's shared memory, which the host agent makes when they may go.
+
+It holds the attempt that begins (`attempt.Attempt`), as JSON in base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import stat
+import time
+from collections.abc import MutableMapping
+
+from ringtrain.protocol.env import ATTEMPT, JOB
+
+GATE = "/dev/shm/ringtrain-gate"
+"""path prefix of the file; "-" and the job's ID follow"""
+LOOK_S = 0.05
+MODULE = "ringtrain.standby"
+"""which waits at the gate, and then runs a script"""
+
+
+def order(attempt: str) -> str:
+    """The launcher's order to an agent, which opens the gate on its host."""
+    return f"go {base64.b64encode(attempt.encode()).decode()}"
+
+
+def wait(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Waits until the gate is open, and puts the attempt into the environment. Exits if the launcher has exited."""
+    parent, path = os.getppid(), f"{GATE}-{environ[JOB]}"
+    while os.getppid() == parent:
+        text = _read(path)
+        if text:
+            environ[ATTEMPT] = base64.b64decode(text).decode()
+            return
+        time.sleep(LOOK_S)
+    raise SystemExit(1)
+
+
+def _read(path: str) -> bytes:
+    """Content of a file of this user; b"" if there is none. Another user could make one of that name."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                return file.read()
+    return b""

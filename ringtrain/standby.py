@@ -1,0 +1,25 @@
+"""A rank that stands by: loads TensorFlow, waits until its attempt begins, and runs the script.
+
+python -m ringtrain.standby own.py --epochs 3
+
+`ringtrain launch --standby` starts it so while the attempt before is still running. It uses no device while it waits.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from ringtrain.protocol import as_main, gate
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs the script that a command line names, once the gate is open."""
+    import ringtrain.keras_fit  # noqa: F401  with TensorFlow, Keras and Horovod
+
+    gate.wait()
+    as_main.run(argv)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
