@@ -7,6 +7,7 @@ python -m ringtrain.standby own.py --epochs 3
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,9 +16,14 @@ from ringtrain.protocol import as_main, gate
 
 def main(argv: Sequence[str]) -> None:
     """Runs the script that a command line names, once the gate is open."""
-    import ringtrain.keras_fit  # noqa: F401  with TensorFlow, Keras and Horovod
+    launcher = os.getppid()
+    # Not ringtrain.hvd: a script's options decide first by which library its ranks talk.
+    import keras  # noqa: F401
+    import tensorflow  # noqa: F401
 
-    gate.wait()
+    import ringtrain.keras_fit  # noqa: F401
+
+    gate.wait(launcher)
     as_main.run(argv)
 
 

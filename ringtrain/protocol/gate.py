@@ -26,9 +26,9 @@ def order(attempt: str) -> str:
     return f"go {base64.b64encode(attempt.encode()).decode()}"
 
 
-def wait(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Waits until the gate is open, and puts the attempt into the environment. Exits if the launcher has exited."""
-    parent, path = os.getppid(), f"{GATE}-{environ[JOB]}"
+def wait(parent: int, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Waits until the gate is open, and puts the attempt into the environment. Exits if its parent has exited."""
+    path = f"{GATE}-{environ[JOB]}"
     while os.getppid() == parent:
         text = _read(path)
         if text:

@@ -43,8 +43,8 @@ class ModelOfScript(consistency.FromCheckpoint):
         self.model, self.faults = model, fault_injection.parse(config.chaos)
 
     def code(self) -> Mapping[str, str]:
-        script = getattr(sys.modules["__main__"], "__file__", None)
-        return {"script": consistency.checksum_of(Path(script))} if script else {}
+        script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+        return {"script": consistency.checksum_of(script)} if script.is_file() else {}
 
     def pin(self, strategy: Strategy) -> Pinning:
         options = strategy.config.device
