@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import keras
 import pytest
 
+from ringtrain.config import Config
 from ringtrain.errors import ConfigError
 from ringtrain.run import consistency
+from ringtrain.sources.script import ModelOfScript
 
 CODE = {"version of keras": "3.14.0", "ringtrain/train.py": "1f", "module my_data": "2e"}
 
@@ -48,3 +55,16 @@ def test_git_revision_of_a_further_work_tree_inside_the_first(tmp_path):
     assert consistency.git_revision(tmp_path) == "1" * 40
     (further / ".git").write_text("gitdir: ../.git/worktrees/further\n")
     assert consistency.git_revision(further) == "2" * 40
+
+
+def test_a_script_without_a_file_has_no_checksum(monkeypatch, tmp_path: Path) -> None:
+    """`python - <own.py` gives it the name <stdin>."""
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    of_script = ModelOfScript(Config(), keras.Sequential())
+    assert of_script.code() == {}
+    main.__file__ = "<stdin>"
+    assert of_script.code() == {}
+    main.__file__ = str(tmp_path / "own.py")
+    Path(main.__file__).write_text("pass")
+    assert [*of_script.code()] == ["script"]
