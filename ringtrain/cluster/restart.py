@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,85 @@ NO_MEMORY = re.compile(
     r"ResourceExhausted|MemoryError|out of memory|OUT_OF_MEMORY|\bOOM\b|std::bad_alloc", re.IGNORECASE
 )
 MAX_CAUSES, MAX_CAUSE_CHARACTERS = 20, 500  # reported to restarted ranks
+
+
+class Restarts:
+    """Decisions after the failures of one job: whether it runs again, and on which of its hosts.
+
+    A pure policy, without clock, network and processes: the launcher asks it, and so does `ringtrain simulate`.
+    """
+
+    def __init__(self, hosts: Sequence[Host], num_ranks: int, options: LaunchOptions) -> None:
+        self.results: list[JobResult] = []
+        """of all attempts that have failed"""
+        self.num_ranks = num_ranks
+        """of the next attempt; 0: too few slots are left"""
+        self.left_out: frozenset[str] = frozenset()
+        """names of hosts that the next attempt does not use"""
+        self._options = options
+        self._all_ranks = num_ranks
+        self._all_hosts = tuple(hosts)
+        self._slots = {host.name: host.slots for host in hosts}
+        self._all_slots = num_slots(hosts)
+        self._silent: frozenset[str] = frozenset()
+        """hosts that were lost, or do not answer"""
+        self._failures: Counter[str] = Counter()
+        self._often: frozenset[str] = frozenset()
+        """hosts that have failed FAILURES_OF_A_HOST times"""
+
+    @property
+    def hosts(self) -> list[Host]:
+        """Hosts of the next attempt."""
+        return [host for host in self._all_hosts if host.name not in self.left_out]
+
+    def after(self, result: JobResult) -> str:
+        """Decides after a failure; returns the reason why the job is not restarted, "" if it is."""
+        reason = why_not(result, self.results, self._options)
+        self.results.append(result)
+        if reason:
+            return reason
+        self._count(result.hosts)
+        # Lost hosts are tried again only if the others have too few slots.
+        self._silent = frozenset(result.hosts if result.kind == HOST_LOST else ())
+        self._choose()
+        if self.num_ranks < self._all_ranks:
+            self._silent = frozenset()
+            self._choose()
+        if not self.num_ranks:
+            few = self._slots_without(self.left_out)
+            return f"{few} slots are too few for --min-np {self._options.min_np}"
+        return ""
+
+    def without(self, silent: Iterable[str]) -> bool:
+        """Leaves out hosts that do not answer; returns whether the others have enough slots."""
+        self._silent |= {*silent}
+        self._choose()
+        return self.num_ranks > 0
+
+    def delay_s(self, first_host: str = "") -> float:
+        """Seconds to wait before the next attempt. first_host: That of rank 0 in the last one."""
+        return delay_s(self.results, first_host)
+
+    def _count(self, hosts: Iterable[str]) -> None:
+        self._failures.update(hosts)
+        often = {host for host in hosts if self._failures[host] >= FAILURES_OF_A_HOST}
+        if not self._options.keep_hosts:
+            self._often |= often
+
+    def _choose(self) -> None:
+        """Leaves out hosts that do not answer, and hosts that fail often unless --min-np needs them."""
+        options = self._options
+        self.left_out = self._silent | self._often
+        if self._slots_without(self.left_out) < max(1, options.min_np):
+            self.left_out = self._silent
+        slots = self._slots_without(self.left_out)
+        if options.oversubscribe and not options.elastic and slots:
+            self.num_ranks = self._all_ranks
+        else:
+            self.num_ranks = ranks_on(slots, self._all_ranks, options.min_np)
+
+    def _slots_without(self, left_out: Iterable[str]) -> int:
+        return self._all_slots - sum(self._slots.get(host, 0) for host in left_out)
 
 
 def next_attempt(results: Sequence[JobResult], last: Attempt) -> Attempt:
@@ -68,19 +148,7 @@ def why_not(result: JobResult, before: Sequence[JobResult], options: LaunchOptio
     return ""
 
 
-def remaining(
-    hosts: Sequence[Host], results: Sequence[JobResult], options: LaunchOptions, silent: Iterable[str] = ()
-) -> list[Host]:
-    """Hosts for the next attempt: those that answer and have failed less than twice.
-
-    Hosts that have failed stay if fewer slots than --min-np would be left. `silent`: Hosts that do not answer.
-    """
-    failures = Counter(host for result in results for host in result.hosts)
-    answering = [host for host in hosts if host.name not in silent]
-    good = [host for host in answering if options.keep_hosts or failures[host.name] < FAILURES_OF_A_HOST]
-    return good if num_slots(good) >= max(1, options.min_np) else answering
-
-
+@functools.cache
 def ranks_on(slots: int, num_ranks: int, min_ranks: int = 1) -> int:
     """Number of ranks for a restart: `num_ranks`, or its largest divisor up to `slots`; 0 if below `min_ranks`."""
     # A divisor distributes the global batch as evenly as before.
