@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.launch_options import LaunchOptions
-from ringtrain.cluster.restart import FAILURES_OF_A_HOST, Restarts, causes_of, delay_s, num_slots, ranks_on, why_not
+from ringtrain.cluster.restart import FAILURES_OF_A_HOST, Restarts, causes_of, num_slots, ranks_on, why_not
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
 
@@ -170,11 +170,18 @@ def test_fewer_ranks_share_the_global_batch_evenly(slots, num_ranks, min_ranks):
 
 
 def test_waits_longer_and_longer_until_there_are_new_steps():
-    results, waits = [], []
+    restarts, waits = Restarts(HOSTS, 12, replace(ONCE, max_restarts=99)), []
     for step in (-1, -1, 20, 20, 18, 30, 31, 31, *[31] * 9):
-        results.append(JobResult(137, "killed", global_step=step))
-        waits.append(delay_s(results))
+        restarts.after(JobResult(2, "lost", HOST_LOST, global_step=step))
+        waits.append(restarts.delay_s())
     assert waits == [1, 2, 1, 2, 4, 1, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
+
+
+def test_a_host_may_be_waited_for_as_long_as_restarts_allow():
+    restarts = Restarts(HOSTS, 12, replace(ONCE, max_restarts=5000))
+    for _ in range(2000):
+        assert restarts.after(JobResult(2, "lost", HOST_LOST, hosts=("host1",))) == ""
+    assert restarts.delay_s() == 60
 
 
 def test_an_attempt_is_read_as_it_was_written():
@@ -203,4 +210,6 @@ def test_long_causes_of_many_restarts_fit_into_the_environment():
 @pytest.mark.parametrize(("lost", "waits_s"), [("host1", 30), ("host2", 1)])
 def test_no_second_rank_0_writes_while_the_first_one_may_still_run(lost: str, waits_s: int) -> None:
     """Its host, cut off, ends its part of the job when the lease is over."""
-    assert delay_s([replace(KILLED, not_cleaned_up=(lost,))], "host1") == waits_s
+    restarts = Restarts(HOSTS, 12, THREE)
+    restarts.after(replace(KILLED, not_cleaned_up=(lost,)))
+    assert restarts.delay_s("host1") == waits_s
