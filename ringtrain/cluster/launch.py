@@ -169,57 +169,35 @@ def run_attempts(work: Launch) -> int:
 
 def _run_attempts(work: Launch, standby: Standby) -> int:
     options, answer_timeout_s = work.options, float("inf")
-    results: list[JobResult] = []
-    silent, attempt = set[str](), Attempt(num_ranks=work.num_ranks)
-
-    def remaining() -> tuple[list[Host], int]:
-        """Hosts and number of ranks for the next attempt; 0 ranks: too few hosts."""
-        hosts = restart.remaining(work.hosts, results, options, silent)
-        if options.oversubscribe and not options.elastic and hosts:
-            return hosts, work.num_ranks
-        return hosts, restart.ranks_on(restart.num_slots(hosts), work.num_ranks, options.min_np)
-
-    used, num_ranks = list(work.hosts), work.num_ranks
+    restarts = restart.Restarts(work.hosts, work.num_ranks, options)
+    attempt = Attempt(num_ranks=work.num_ranks)
     while True:
-        now = work.job_on(used, attempt, num_ranks)
+        used = restarts.hosts
+        now = work.job_on(used, attempt, restarts.num_ranks)
         supervised = standby.begin(now) or work.supervisor(now, options, answer_timeout_s)
-        if len(results) < options.max_restarts:
+        if len(restarts.results) < options.max_restarts:
             supervised.when_initialized = partial(standby.prepare, now, supervised.reports.variables)
         try:
             result = supervisor.run(supervised, work.planner)
         except HostsLost as lost:
-            if supervised.was_signaled or not results or not {*lost.hosts} <= {host.name for host in used}:
+            if supervised.was_signaled or not restarts.results or not {*lost.hosts} <= {host.name for host in used}:
                 raise
-            silent |= {*lost.hosts}
-            used, num_ranks = remaining()
-            if num_ranks:
+            if restarts.without(lost.hosts):
                 processes.say(f"{lost}; continues without")
                 continue
             processes.say(str(lost))
             result = JobResult(2, str(lost), HOST_LOST, hosts=lost.hosts)  # the hosts may come back
         if not result.exit_code:
-            if results:
-                processes.say(f"complete; restarted {restart.times(len(results))}")
+            if restarts.results:
+                processes.say(f"complete; restarted {restart.times(len(restarts.results))}")
             return 0
-        reason = restart.why_not(result, results, options)
-        results.append(result)
+        reason = restarts.after(result)
         if reason:
             if options.max_restarts and not result.stopped:
                 processes.say(f"not restarted: {reason}")
             return result.exit_code
-        # Lost hosts are tried again only if the others have too few slots.
-        silent = {*result.hosts} if result.kind == HOST_LOST else set()
-        used, num_ranks = remaining()
-        if num_ranks < work.num_ranks:
-            silent = set()
-            used, num_ranks = remaining()
-        if not num_ranks:
-            few = restart.num_slots(used)
-            processes.say(f"not restarted: {few} slots are too few for --min-np {options.min_np}")
-            return result.exit_code
-        attempt = restart.next_attempt(results, attempt)
-        first_host = now.hosts[0].name if now.hosts else ""
-        delay_s = restart.delay_s(results, first_host)
+        attempt = restart.next_attempt(restarts.results, attempt)
+        delay_s = restarts.delay_s(now.hosts[0].name if now.hosts else "")
         processes.say(f"restart {attempt.number} of {options.max_restarts} in {delay_s:g} s, after: {result.in_a_line}")
         answer_timeout_s = restart.ANSWER_S
         time.sleep(delay_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ FAILURES_OF_A_HOST = 2  # after which it is excluded
 ANSWER_S = 20.0  # for a host to answer before the job restarts without it
 ASKED_TO_STOP = (129, 130, 138, 143)  # 128 + SIGHUP, SIGINT, SIGUSR1, SIGTERM: the job saved and exited
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0  # before a restart; doubled for each failure without new steps
+MAX_DOUBLINGS = 10  # more make no difference, and thousands no number
 NOT_FOUND = (126, 127)
 NO_MEMORY = re.compile(
     r"ResourceExhausted|MemoryError|out of memory|OUT_OF_MEMORY|\bOOM\b|std::bad_alloc", re.IGNORECASE
@@ -24,20 +26,103 @@ NO_MEMORY = re.compile(
 MAX_CAUSES, MAX_CAUSE_CHARACTERS = 20, 500  # reported to restarted ranks
 
 
+class Restarts:
+    """Decisions after the failures of one job: whether it runs again, and on which of its hosts.
+
+    A pure policy, without clock, network and processes: the launcher asks it, and so does `ringtrain simulate`.
+    """
+
+    def __init__(self, hosts: Sequence[Host], num_ranks: int, options: LaunchOptions) -> None:
+        self.results: list[JobResult] = []
+        """of all attempts that have failed"""
+        self.num_ranks = num_ranks
+        """of the next attempt; 0: too few slots are left"""
+        self.left_out: frozenset[str] = frozenset()
+        """names of hosts that the next attempt does not use"""
+        self._options = options
+        self._all_ranks = num_ranks
+        self._all_hosts = tuple(hosts)
+        self._slots = {host.name: host.slots for host in hosts}
+        self.num_slots = self._all_slots = num_slots(hosts)
+        """of the hosts that the next attempt may use"""
+        self._silent: frozenset[str] = frozenset()
+        """hosts that were lost, or do not answer"""
+        self._failures: Counter[str] = Counter()
+        self._often: frozenset[str] = frozenset()
+        """hosts that have failed FAILURES_OF_A_HOST times"""
+        self._often_slots = 0
+        self._furthest_step = -1
+        self._in_vain = 0
+        """number of failures since the last one that was after new steps"""
+
+    @property
+    def hosts(self) -> list[Host]:
+        """Hosts of the next attempt."""
+        return [host for host in self._all_hosts if host.name not in self.left_out]
+
+    def after(self, result: JobResult) -> str:
+        """Decides after a failure; returns the reason why the job is not restarted, "" if it is."""
+        reason = why_not(result, self.results, self._options)
+        self.results.append(result)
+        if reason:
+            return reason
+        self._count(result)
+        # Lost hosts are tried again only if the others have too few slots.
+        self._silent = frozenset(result.hosts if result.kind == HOST_LOST else ())
+        self._choose()
+        if self.num_ranks < self._all_ranks:
+            self._silent = frozenset()
+            self._choose()
+        if not self.num_ranks:
+            return f"{self.num_slots} slots are too few for --min-np {self._options.min_np}"
+        return ""
+
+    def without(self, silent: Iterable[str]) -> bool:
+        """Leaves out hosts that do not answer; returns whether the others have enough slots."""
+        self._silent |= {*silent}
+        self._choose()
+        return self.num_ranks > 0
+
+    def delay_s(self, first_host: str = "") -> float:
+        """Seconds to wait before the next attempt. first_host: That of rank 0 in the last one, which writes the run."""
+        doublings = min(self._in_vain, MAX_DOUBLINGS)
+        delay_s = min(FIRST_DELAY_S * 2**doublings, MAX_DELAY_S)
+        # Until a rank 0 that may still run can no longer write there.
+        return max(delay_s, LEASE_S) if first_host in self.results[-1].not_cleaned_up else delay_s
+
+    def _count(self, result: JobResult) -> None:
+        """Counts failures of hosts, and consecutive failures without new steps."""
+        if len(self.results) > 1 and result.global_step <= self._furthest_step:
+            self._in_vain += 1
+        else:
+            self._in_vain = 0
+        self._furthest_step = max(self._furthest_step, result.global_step)
+        self._failures.update(result.hosts)
+        if not self._options.keep_hosts:
+            self._often |= {host for host in result.hosts if self._failures[host] >= FAILURES_OF_A_HOST}
+            self._often_slots = self._slots_of(self._often)
+
+    def _choose(self) -> None:
+        """Leaves out hosts that do not answer, and hosts that fail often unless --min-np needs them."""
+        options = self._options
+        self.left_out = self._silent | self._often
+        slots = self._all_slots - self._often_slots - self._slots_of(self._silent - self._often)
+        if slots < max(1, options.min_np):
+            self.left_out = self._silent
+            slots = self._all_slots - self._slots_of(self._silent)
+        self.num_slots = slots
+        if options.oversubscribe and not options.elastic and slots:
+            self.num_ranks = self._all_ranks
+        else:
+            self.num_ranks = ranks_on(slots, self._all_ranks, options.min_np)
+
+    def _slots_of(self, hosts: Iterable[str]) -> int:
+        return sum(self._slots.get(host, 0) for host in hosts)
+
+
 def next_attempt(results: Sequence[JobResult], last: Attempt) -> Attempt:
     """Attempt after the last one, whose result is the last of `results`."""
     return replace(last, number=len(results), causes=causes_of(results), run_name=results[-1].run_name or last.run_name)
-
-
-def delay_s(results: Sequence[JobResult], first_host: str = "") -> float:
-    """Seconds to wait before the next attempt. first_host: That of rank 0 in the last one, which writes the run."""
-    steps = [result.global_step for result in results]
-    in_vain = 0
-    while in_vain + 1 < len(steps) and steps[-1 - in_vain] <= max(steps[: -1 - in_vain]):
-        in_vain += 1
-    delay_s = min(FIRST_DELAY_S * 2**in_vain, MAX_DELAY_S)
-    # Until a rank 0 that may still run can no longer write there.
-    return max(delay_s, LEASE_S) if first_host in results[-1].not_cleaned_up else delay_s
 
 
 def why_not(result: JobResult, before: Sequence[JobResult], options: LaunchOptions) -> str:
@@ -68,19 +153,7 @@ def why_not(result: JobResult, before: Sequence[JobResult], options: LaunchOptio
     return ""
 
 
-def remaining(
-    hosts: Sequence[Host], results: Sequence[JobResult], options: LaunchOptions, silent: Iterable[str] = ()
-) -> list[Host]:
-    """Hosts for the next attempt: those that answer and have failed less than twice.
-
-    Hosts that have failed stay if fewer slots than --min-np would be left. `silent`: Hosts that do not answer.
-    """
-    failures = Counter(host for result in results for host in result.hosts)
-    answering = [host for host in hosts if host.name not in silent]
-    good = [host for host in answering if options.keep_hosts or failures[host.name] < FAILURES_OF_A_HOST]
-    return good if num_slots(good) >= max(1, options.min_np) else answering
-
-
+@functools.cache
 def ranks_on(slots: int, num_ranks: int, min_ranks: int = 1) -> int:
     """Number of ranks for a restart: `num_ranks`, or its largest divisor up to `slots`; 0 if below `min_ranks`."""
     # A divisor distributes the global batch as evenly as before.

@@ -42,6 +42,7 @@ class Attempt:
         hosts: Number of hosts of its ranks.
         has_ended: Whether it ended by itself: complete, or stopped by a signal or a limit.
         num_saves: Number of checkpoints.
+        restore_s: Seconds of reading a checkpoint back; 0.0 if it began without one.
         first_step, last_step: Global step after which `steps_s` is counted, and the last one known.
         steps_s: Seconds of the steps in between.
     """
@@ -51,6 +52,7 @@ class Attempt:
     hosts: int = 1
     has_ended: bool = False
     num_saves: int = 0
+    restore_s: float = 0.0
     first_step: int = 0
     last_step: int = 0
     steps_s: float = 0.0
@@ -90,7 +92,7 @@ class Goodput:
 
     @property
     def best_interval_s(self) -> float:
-        """Seconds between two checkpoints that would have cost least: Young 1974, sqrt(2 x cost x time per failure).
+        """Seconds between two checkpoints that would have cost least.
 
         0.0 if no attempt has failed, or no checkpoint made training wait.
         """
@@ -99,7 +101,12 @@ class Goodput:
         if not num_saves or not num_failures:
             return 0.0
         trained_s = self.total_s - self.seconds["away"]
-        return math.sqrt(2 * self.seconds["save"] / num_saves * trained_s / num_failures)
+        return cheapest_interval_s(self.seconds["save"] / num_saves, trained_s / num_failures)
+
+
+def cheapest_interval_s(save_s: float, per_failure_s: float) -> float:
+    """Seconds between two checkpoints that cost least, by Young 1974: sqrt(2 x cost of one x time per failure)."""
+    return math.sqrt(2 * save_s * per_failure_s)
 
 
 def of(events: Iterable[Event]) -> Goodput | None:
@@ -183,6 +190,7 @@ class Reader:
         restore_s = 0.0
         if event.get("resumed_from"):
             restore_s = min(seconds, _number(event.get("restore_s")))
+        self.attempt.restore_s = restore_s
         self.result.seconds["restore"] += restore_s
         self.result.seconds["start"] += seconds - restore_s
         self.attempt.last_s = max(begun_s, event["time_s"])

@@ -17,7 +17,7 @@ def nothing(*_: Any) -> None: ...
 
 Supervisor, HostAgents = supervisor.Supervisor, agents.HostAgents
 GRACE = "time.monotonic() + self.options.grace if is_final else"
-WAITS = "max(delay_s, LEASE_S) if first_host in results[-1].not_cleaned_up else delay_s"
+WAITS = "max(delay_s, LEASE_S) if first_host in self.results[-1].not_cleaned_up else delay_s"
 ENDS_MPIRUN = 'is_starting and self.options.launcher == "mpirun"'
 DEFECTS = {
     "heartbeats are not sent": Defect(Supervisor, "_keep_alive", nothing),
@@ -29,7 +29,7 @@ DEFECTS = {
         reader.Reader, "first_failure", ("min(on", "max(on"), ("failures[0]", "failures[-1]")
     ),
     "a follow-up error is reported": Defect(failures.Failure, "is_consequence", False),
-    "a restart does not wait for a lost rank 0": text(restart, "delay_s", (WAITS, "delay_s")),
+    "a restart does not wait for a lost rank 0": text(restart.Restarts, "delay_s", (WAITS, "delay_s")),
     "exit code 0 after a lost host": text(exit_cause, "decide", ("code == 0 and not silent and not lost", "code == 0")),
     "exit code 0 after a lost daemon": text(exit_cause, "decide", (" and not lost:", ":")),
     "exit code 0 after a missing rank": Defect(Supervisor, "_check_end", nothing),

@@ -89,7 +89,7 @@ HOSTFILES = ("cluster", "deepspeed", "hydra", "ipv6")
 
 COMMANDS = (
     *("train", "launch", "init", "runs", "report", "bench", "tune", "sweep", "compare", "forecast", "hosts", "doctor"),
-    "schema",
+    *("simulate", "schema"),
 )
 BENCHES = ("train", "peers", "allreduce", "startup", "checkpoint", "input")
 HELP = (

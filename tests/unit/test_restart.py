@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.launch_options import LaunchOptions
-from ringtrain.cluster.restart import causes_of, delay_s, ranks_on, remaining, why_not
+from ringtrain.cluster.restart import FAILURES_OF_A_HOST, Restarts, causes_of, num_slots, ranks_on, why_not
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
 
@@ -86,13 +86,77 @@ def names(hosts):
     return [host.name for host in hosts]
 
 
+def after(failures, options=ONCE, hosts=HOSTS, silent=()):
+    """Names of the hosts of the next attempt."""
+    restarts = Restarts(hosts, num_slots(hosts), replace(options, max_restarts=9))
+    for failure in failures:
+        assert restarts.after(failure) == ""
+    restarts.without(silent)
+    return names(restarts.hosts)
+
+
 def test_a_host_that_failed_twice_is_left_out():
-    failures = [JobResult(1, hosts=("host1", "host2")), JobResult(1, hosts=("host2",))]
-    assert names(remaining(HOSTS, failures, ONCE)) == ["host1", "host3"]
-    assert names(remaining(HOSTS, failures, replace(ONCE, keep_hosts=True))) == ["host1", "host2", "host3"]
-    assert names(remaining(HOSTS, failures, replace(ONCE, min_np=9))) == ["host1", "host2", "host3"]
-    assert names(remaining(HOSTS, failures, ONCE, silent=["host3"])) == ["host1"]
-    assert names(remaining(HOSTS[:1], [JobResult(1, hosts=("host1",))] * 7, ONCE)) == ["host1"], "there is no other"
+    failures = [JobResult(1, hosts=("host1", "host2")), JobResult(1, hosts=("host2",), global_step=5)]
+    assert after(failures) == ["host1", "host3"]
+    assert after(failures, replace(ONCE, keep_hosts=True)) == ["host1", "host2", "host3"]
+    assert after(failures, replace(ONCE, min_np=9)) == ["host1", "host2", "host3"]
+    assert after(failures, silent=["host3"]) == ["host1"]
+    failures = [JobResult(1, hosts=("host1",), global_step=step) for step in range(7)]
+    assert after(failures, hosts=HOSTS[:1]) == ["host1"], "there is no other"
+
+
+def test_a_lost_host_is_tried_again_if_the_others_have_too_few_slots():
+    lost = JobResult(2, "lost host1", HOST_LOST, hosts=("host1",))
+    spare = Restarts(HOSTS, 8, THREE)
+    assert (spare.after(lost), names(spare.hosts), spare.num_ranks) == ("", ["host2", "host3"], 8)
+    none = Restarts(HOSTS, 12, THREE)
+    assert (none.after(lost), names(none.hosts), none.num_ranks) == ("", ["host1", "host2", "host3"], 12)
+    assert none.without(["host1"]) and none.num_ranks == 6, "the largest divisor of 12 on 8 slots"
+    all_needed = Restarts(HOSTS, 12, replace(THREE, min_np=12))
+    assert all_needed.after(lost) == "" and not all_needed.without(["host1"])
+    assert all_needed.after(lost) == "" and all_needed.num_ranks == 12, "it may be back"
+
+
+def chosen_before(hosts, num_ranks, results, silent, options):
+    """Hosts and ranks by the rule in its plainest form, from all results."""
+    failures = [host for result in results for host in result.hosts]
+    answering = [host for host in hosts if host.name not in silent]
+    good = answering
+    if not options.keep_hosts:
+        good = [host for host in answering if failures.count(host.name) < FAILURES_OF_A_HOST]
+    if num_slots(good) < max(1, options.min_np):
+        good = answering
+    if options.oversubscribe and not options.elastic and good:
+        return names(good), num_ranks
+    return names(good), ranks_on(num_slots(good), num_ranks, options.min_np)
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    st.integers(1, 12),
+    st.lists(st.tuples(st.sampled_from(["lost", "failed", "silent"]), st.sets(st.integers(1, 5), max_size=2))),
+    st.booleans(),
+    st.booleans(),
+)
+def test_hosts_are_chosen_by_all_results_so_far(slots, min_np, events, keep_hosts, oversubscribe):
+    hosts = [Host(f"host{number}", count) for number, count in enumerate(slots, start=1)]
+    num_ranks = num_slots(hosts)
+    options = replace(ONCE, max_restarts=99, min_np=min_np, keep_hosts=keep_hosts, oversubscribe=oversubscribe)
+    restarts, results, silent = Restarts(hosts, num_ranks, options), [], set()
+    for number, (kind, numbers) in enumerate(events):
+        failed = tuple(f"host{one}" for one in sorted(numbers))
+        if kind == "silent":
+            silent |= {*failed}
+            restarts.without(failed)
+        else:
+            result = JobResult(1, "", HOST_LOST if kind == "lost" else "", hosts=failed, global_step=number)
+            results.append(result)
+            silent = {*failed} if kind == "lost" else set()
+            if chosen_before(hosts, num_ranks, results, silent, options)[1] < num_ranks:
+                silent = set()
+            assert bool(restarts.after(result)) == (not chosen_before(hosts, num_ranks, results, silent, options)[1])
+        expected = chosen_before(hosts, num_ranks, results, silent, options)
+        assert (names(restarts.hosts), restarts.num_ranks) == expected
 
 
 @given(st.integers(0, 64), st.integers(1, 64), st.integers(1, 64))
@@ -106,11 +170,18 @@ def test_fewer_ranks_share_the_global_batch_evenly(slots, num_ranks, min_ranks):
 
 
 def test_waits_longer_and_longer_until_there_are_new_steps():
-    results, waits = [], []
+    restarts, waits = Restarts(HOSTS, 12, replace(ONCE, max_restarts=99)), []
     for step in (-1, -1, 20, 20, 18, 30, 31, 31, *[31] * 9):
-        results.append(JobResult(137, "killed", global_step=step))
-        waits.append(delay_s(results))
+        restarts.after(JobResult(2, "lost", HOST_LOST, global_step=step))
+        waits.append(restarts.delay_s())
     assert waits == [1, 2, 1, 2, 4, 1, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
+
+
+def test_a_host_may_be_waited_for_as_long_as_restarts_allow():
+    restarts = Restarts(HOSTS, 12, replace(ONCE, max_restarts=5000))
+    for _ in range(2000):
+        assert restarts.after(JobResult(2, "lost", HOST_LOST, hosts=("host1",))) == ""
+    assert restarts.delay_s() == 60
 
 
 def test_an_attempt_is_read_as_it_was_written():
@@ -139,4 +210,6 @@ def test_long_causes_of_many_restarts_fit_into_the_environment():
 @pytest.mark.parametrize(("lost", "waits_s"), [("host1", 30), ("host2", 1)])
 def test_no_second_rank_0_writes_while_the_first_one_may_still_run(lost: str, waits_s: int) -> None:
     """Its host, cut off, ends its part of the job when the lease is over."""
-    assert delay_s([replace(KILLED, not_cleaned_up=(lost,))], "host1") == waits_s
+    restarts = Restarts(HOSTS, 12, THREE)
+    restarts.after(replace(KILLED, not_cleaned_up=(lost,)))
+    assert restarts.delay_s("host1") == waits_s
