@@ -148,10 +148,10 @@ def fit(
     try:
         with in_words_of_a_script():
             settings = options_of("ringtrain.fit", options)
-            if type(model).fit is keras.Model.fit:
-                return _fit(model, name, settings, arguments)
             # KerasHub's tasks turn texts or images into arrays in a fit of their own, which ends in Keras'.
-            return own_fit.through(model, arguments, lambda given: _fit(model, name, settings, given))
+            if type(model).fit is not keras.Model.fit:
+                return own_fit.through(model, arguments, lambda given: _fit(model, name, settings, given))
+            return _fit(model, name, settings, arguments)
     except RingtrainError as error:
         # Its text says all: frames of ringtrain would only hide the script's line.
         is_filtered = keras.config.is_traceback_filtering_enabled()
@@ -231,7 +231,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     config = _config(model, name, options, arguments)
     strategies.prepare(config)
     from ringtrain import hvd, train
-    from ringtrain.run import callback_state, resume
+    from ringtrain.run import resume
     from ringtrain.sources import script, script_model
 
     # A rank that joins runs the script from its beginning, with the others in the middle of this call.
@@ -264,9 +264,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
             text = "is complete, this call has trained nothing: raise epochs, or give fit another name"
             print(f"ringtrain: {history.run} {text}", file=sys.stderr, flush=True)
         resume.restore_result(model, history.run, summary, process.config.checkpoint.saved_model)
-        saved = hvd.run_together(lambda: resume.callbacks_of(history.run) if hvd.rank() == 0 else ())
-        states = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_history")
-        callback_state.restore_callbacks([history], states[-1:])
+        script.restore_history(history, history.run)
         model.history = history
     _ended.add(history.run.resolve())
     history.checksum = summary["checksum"]

@@ -169,8 +169,8 @@ class Loop:
 
     def _restore_result(self, config: Config, summary: Mapping[str, Any]) -> None:
         """Gives models and history the state of a run that was complete."""
-        from ringtrain import hvd
-        from ringtrain.run import callback_state, resume
+        from ringtrain.run import resume
+        from ringtrain.sources import script
 
         folder = self.folder = Path(config.run.directory) / config.run.name
         models = self.model.models
@@ -178,9 +178,7 @@ class Loop:
         if len(models) == 1:
             exported = {"model": models[0]}
         resume.restore_result(self.model, folder, summary, config.checkpoint.saved_model, exported)
-        saved = hvd.run_together(lambda: resume.callbacks_of(folder) if hvd.rank() == 0 else ())
-        states = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_history")
-        callback_state.restore_callbacks([self.source.history], states[-1:])
+        script.restore_history(self.source.history, folder)
         self.checksum = summary["checksum"]
 
     # ---- the loops ---------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ if __name__ == "__main__":
 
 import contextlib
 import dataclasses
+import functools
+import os
 import socket
 import sys
 import time
@@ -22,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain import config_io, data, strategies
-from ringtrain.config import Config
-from ringtrain.errors import CheckpointError, RingtrainError
+from ringtrain.config import Config, with_values
+from ringtrain.errors import CheckpointError, ConfigError, RingtrainError
 from ringtrain.models import lazy_keras
 from ringtrain.monitor import diagnosis, heartbeat, journal, stragglers, trackers
 from ringtrain.protocol import failures, status
@@ -37,6 +39,10 @@ from ringtrain.strategies.parameter_server import cluster, worker
 from ringtrain.strategies.parameter_server.cluster import RankGroup
 
 SECONDS_FOR_RANK_0 = 10.0
+HOROVOD_TIMELINE = "HOROVOD_TIMELINE"
+"""environment variable that horovodrun --timeline-filename and ringtrain launch --timeline set"""
+TIMELINE_STEPS = 1000
+"""number of recorded steps if only the variable is set; viewers do not open much larger files"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,7 +103,8 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
     strategies.prepare(config)
     group = None
     if strategies.STRATEGIES[config.strategy.name].has_servers:
-        group = cluster.meet(config)
+        servers = strategies.num_servers(config)
+        group = cluster.meet(config, servers)
         if group.rank:
             return {}, worker.supervise(config, group)  # a server or a worker, controlled by rank 0
     process = setup(config, source, group, stages)
@@ -112,32 +119,35 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
 
 def to_the_end(process: Process) -> tuple[RunContext | None, Mapping[str, Any], int]:
     """Trains a run to its end; returns it, None if it was complete already, its summary, and the exit code."""
-
-    # Once, or after each change of ranks: then they agree anew on the state of the one that is furthest.
-    def from_agreement() -> tuple[RunContext | None, Mapping[str, Any], int]:
-        run = agree(process)
-        if not isinstance(run, RunContext):
-            return None, run, 0
-        return run, *finish(fit(run))
-
+    # After each change of ranks, they agree again: on the state of the one that is furthest.
     if process.strategy.ranks_change:
         from ringtrain import elastic
 
-        return elastic.run(process, from_agreement)
-    return from_agreement()
+        return elastic.run(process, functools.partial(_from_agreement, process))
+    return _from_agreement(process)
+
+
+def _from_agreement(process: Process) -> tuple[RunContext | None, Mapping[str, Any], int]:
+    run = agree(process)
+    if not isinstance(run, RunContext):
+        return None, run, 0
+    fit(run)
+    summary, exit_code = finish(run)
+    return run, summary, exit_code
 
 
 def setup(config: Config, source: Source, group: RankGroup | None, stages: journal.Stages) -> Process:
     """Loads the libraries, starts Horovod and pins this rank's devices."""
     import ringtrain.hvd as hvd  # first: it reports missing packages
-    from ringtrain.hvd import timeline
     from ringtrain.run import resume, stopping, tracking
 
     stages.done("libraries")
     # Horovod reads its settings once, when it starts; a timeline in them becomes the run's, which begins later.
     hvd.configure(config.hvd)
     hvd.elastic.listen()
-    config, timeline_file = (config, "") if hvd.elastic.is_on() else timeline.resolved(config)
+    timeline_file = ""
+    if not hvd.elastic.is_on():
+        config, timeline_file = _with_timeline(config)
     hvd.init()
     stages.done("init")
     hvd.step_timing.PLACE.reset()
@@ -171,6 +181,28 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
         together=together,
         timeline_file=timeline_file,
     )
+
+
+def _with_timeline(config: Config) -> tuple[Config, str]:
+    """Configuration with the number of steps that a timeline records; its file, "" for timeline.json in the folder.
+
+    HOROVOD_TIMELINE=DYNAMIC is set, since Horovod would otherwise write rank 0's timeline to the file named there.
+    """
+    from ringtrain import hvd
+
+    file = os.environ.get(HOROVOD_TIMELINE, "")
+    if file == "DYNAMIC":
+        file = ""
+    if file and not config.tracking.timeline_steps:
+        config = with_values(config, {"tracking.timeline_steps": TIMELINE_STEPS})
+    if config.tracking.timeline_steps:
+        if hvd.is_initialized() and os.environ.get(HOROVOD_TIMELINE) != "DYNAMIC":
+            raise ConfigError(
+                "tracking.timeline_steps: Horovod was started in this process without a timeline: start a process of"
+                " its own for this run"
+            )
+        os.environ[HOROVOD_TIMELINE] = "DYNAMIC"
+    return config, os.path.abspath(file) if file else ""
 
 
 def agree(process: Process) -> RunContext | Mapping[str, Any]:
@@ -283,13 +315,12 @@ def _measure_phases(run: RunContext) -> None:
         run.timeline = timeline.Timeline(run)
 
 
-def fit(run: RunContext) -> RunContext:
+def fit(run: RunContext) -> None:
     """Trains to the end of the run, or until all ranks stop after the same step. Every rank makes the same steps."""
     from ringtrain.run import loop
 
     with training(run):
         loop.train(run)
-    return run
 
 
 def add_monitor(run: RunContext) -> None:

@@ -207,11 +207,11 @@ def show_plan(
     placement = strategy.placement(numbers, process.pinning, hosts)
     rates = schedules.in_words(schedules.schedule_of(config, numbers), numbers.steps_per_epoch)
     of_numbers = in_words(config, numbers, len(strategy.of_others))
-    options = ", ".join(f"{name}={value}" for name, value in changed_options(config).items()) or "defaults"
     notes: dict[str, str] = {}
     for sentence in without_effect(config):
         key = "note".ljust(len("note") + len(notes))  # no row may have the key of another
         notes[key] = sentence
+    options = ", ".join(f"{name}={value}" for name, value in changed_options(config).items()) or "defaults"
     # The name of a strategy that no other row says, with what a user must know.
     name = config.strategy.name
     named: dict[str, str] = {}

@@ -336,6 +336,9 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
     def write() -> None:
         if not recorder:
             return
+        planned = None
+        if "learning rate" not in run.plan:
+            planned = curve(schedule_of(run.config, numbers))
         try:
             if "script" in summary:
                 weights = model_state.arrays_of(dict(enumerate(run.model.weights)))
@@ -348,9 +351,6 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
                 raise
         finally:
             write_summary(run.folder, summary)
-            planned = None
-            if "learning rate" not in run.plan:
-                planned = curve(schedule_of(run.config, numbers))
             draw_curves(run.folder, recorder.epochs, numbers.steps_per_epoch, planned)
 
     hvd.run_together(write)

@@ -24,7 +24,7 @@ from ringtrain.optim.optimizers import first_and_largest_rate
 from ringtrain.protocol.cores import num_threads
 from ringtrain.protocol.env import SLOT
 from ringtrain.protocol.for_script import ForScript
-from ringtrain.run import consistency, devices, identity, model_state
+from ringtrain.run import callback_state, consistency, devices, identity, model_state, resume
 from ringtrain.run.context import Job, Process, Validation
 from ringtrain.run.devices import Pinning
 from ringtrain.sources import ON_RANK_0, OPTIONS, classes_of, on_rank, script_model
@@ -99,7 +99,7 @@ def _job(process: Process, source: ScriptSource) -> Job:
     validation = validation_of(arguments, test, batch_size, "val_")
     if hvd.size() > 1 and not arguments.batch_per_rank and not (isinstance(train, data.Stream) and train.is_shard):
         _refuse_stateful(model)
-    unlike = script_model.prepare(process, model, train, batch_size)
+    unlike = script_model.build_for_ranks(process, model, train, batch_size)
     num_train = len(train)
     more = {**train.plan, **script_model.compile_by_xla(process, model, train)}
     if isinstance(train, data.Stream):
@@ -264,6 +264,13 @@ def shard_of(numbers: Numbers) -> str:
     """Row of the plan on the rows that one rank trains."""
     n = numbers
     return f"up to {n.batch_size} of {n.samples_per_step} rows of a step on each rank, the last batch included"
+
+
+def restore_history(history: keras.callbacks.History, folder: Path) -> None:
+    """Gives a script's History the epochs of a run that was complete. Collective."""
+    saved = hvd.run_together(lambda: resume.callbacks_of(folder) if hvd.rank() == 0 else ())
+    states = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_history")
+    callback_state.restore_callbacks([history], states[-1:])
 
 
 def validation_of(given: data.FitArguments, test: data.Split, batch_size: int, prefix: str) -> Validation:

@@ -25,7 +25,7 @@ from ringtrain.sources.unlike import unlike_one_process
 from ringtrain.strategies.ring import OF_OPTIMIZER, Ring
 
 
-def prepare(process: Process, model: keras.Model, train: Any, batch_size: int) -> list[str]:
+def build_for_ranks(process: Process, model: keras.Model, train: Any, batch_size: int) -> list[str]:
     """Builds the model, makes its optimizers distributed, and gives ranks other seeds; returns what `build` does."""
     synchronize_batch_norm(process.config, model)
     if process.strategy.shares_state and any(distributed(one) for one in hvd.optimizers_of(model)):

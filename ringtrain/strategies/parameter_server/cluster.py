@@ -21,7 +21,6 @@ from ringtrain.config import Config
 from ringtrain.errors import ConfigError, LaunchError, PlacementError
 from ringtrain.monitor import fault_injection
 from ringtrain.protocol import mpi_world, transport
-from ringtrain.protocol.env import SERVERS
 from ringtrain.protocol.launcher_args import expectation
 from ringtrain.protocol.launchers import launched_rank
 from ringtrain.protocol.placement import RankPlacement, difference
@@ -149,24 +148,8 @@ class RankGroup:
             request.wait()
 
 
-def num_servers(config: Config, environ: Mapping[str, str] = os.environ) -> int:
-    """Number of servers, from `ringtrain launch --ps` or the configuration; ConfigError if --ps conflicts with it."""
-    launched, configured = int(environ.get(SERVERS, 0)), config.strategy.servers
-    if launched and config.strategy.name not in ("ps-async", "ps-sync"):
-        raise ConfigError(
-            f"strategy.name: {config.strategy.name} has no parameter servers, which ringtrain launch --ps asks for:"
-            f" leave out --ps and --workers, or train with ps-async or ps-sync"
-        )
-    if launched and configured not in (launched, Config().strategy.servers):
-        raise ConfigError(
-            f"strategy.servers: got {configured}, and ringtrain launch --ps {launched}: leave one of them out"
-        )
-    return launched or configured
-
-
-def meet(config: Config) -> RankGroup:
+def meet(config: Config, servers: int) -> RankGroup:
     """Assigns the roles; the first collective of all ranks. Servers are spread over hosts, in local-rank order."""
-    servers = num_servers(config)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # otherwise servers print their settings
     if launched_rank() is None:
         raise LaunchError(
@@ -203,7 +186,7 @@ def meet(config: Config) -> RankGroup:
     by_local_rank = sorted(range(comm.size), key=lambda rank: (placements[rank].local_rank, rank))
     server_ranks = sorted(by_local_rank[:servers])
     workers = tuple(rank for rank in range(comm.size) if rank not in server_ranks)
-    fault_injection.check_roles(fault_injection.parse(config.chaos), server_ranks, workers)
+    _check_faults(fault_injection.parse(config.chaos), workers)
     endpoints, callers = addresses(comm.rank, comm.allgather, num_ports=2 if comm.rank == 0 else 1)
     cluster = {
         "chief": [endpoints[0][1]],
@@ -211,6 +194,19 @@ def meet(config: Config) -> RankGroup:
         "worker": [endpoints[rank][0] for rank in workers],
     }
     return RankGroup(comm, Roles(tuple(one.host for one in placements), tuple(server_ranks), workers, cluster, callers))
+
+
+def _check_faults(faults: Sequence[fault_injection.Fault], workers: Sequence[int]) -> None:
+    """Raises ConfigError for a fault that the role of its rank does not support."""
+    for fault in faults:
+        can: tuple[str, ...] = ("sigkill", "sigstop")
+        if fault.rank in workers:
+            can += ("exception", "exit", "slow")
+        if fault.mode not in can and fault.rank:
+            role = "worker" if fault.rank in workers else "server"
+            raise ConfigError(
+                f"chaos: got mode={fault.mode} for rank {fault.rank}, a {role}: expected {', '.join(can)}"
+            )
 
 
 def addresses(
