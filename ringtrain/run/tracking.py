@@ -193,7 +193,9 @@ def is_number(value: Any) -> bool:
 
 def _text(value: Any) -> str:
     """Text for a value that JSON cannot represent, such as that of a tensor of texts."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return str(value)
 
 
 def _records_until(path: Path, global_step: int) -> list[dict[str, Any]]:

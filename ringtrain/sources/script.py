@@ -44,14 +44,17 @@ class ModelOfScript(consistency.FromCheckpoint):
 
     def code(self) -> Mapping[str, str]:
         script = getattr(sys.modules["__main__"], "__file__", None)
-        return {"script": consistency.checksum_of(Path(script))} if script else {}
+        if script:
+            return {"script": consistency.checksum_of(Path(script))}
+        return {}
 
     def pin(self, strategy: Strategy) -> Pinning:
         options = strategy.config.device
         if strategy.ranks_change:  # others may be training
             slot = int(os.environ.get(SLOT, hvd.local_rank()))
             return devices.pin_late(slot, hvd.local_size(), options, one_thread=strategy.shares_state)
-        try:  # TensorFlow may be in use already
+        # The script may have used TensorFlow already. A rank that has ended without this call fails it on the others.
+        try:
             pinning: Pinning = hvd.run_together(
                 lambda: devices.pin_late(hvd.local_rank(), hvd.local_size(), options, one_thread=strategy.shares_state)
             )
@@ -88,6 +91,7 @@ class ScriptSource(ModelOfScript):
 
 def _job(process: Process, source: ScriptSource) -> Job:
     """The script's data, and its model with a distributed optimizer."""
+    # `batch_size` counts the rows of all ranks, so that their number does not change what is trained.
     model, arguments = source.model, source.arguments
     everyone = [*arguments.callbacks, source.history]
     size = 1 if process.strategy.ranks_change else hvd.size()
@@ -95,11 +99,15 @@ def _job(process: Process, source: ScriptSource) -> Job:
         _refuse_in_elastic_job(arguments)
     batch_size = (arguments.batch_size or 32) * (size if arguments.batch_per_rank else 1)
     batch_size = max(1, batch_size // arguments.parts)
+
+    # The data first: the model is built for the shapes of their rows.
     train, test = data.inputs(arguments, batch_size)
     validation = validation_of(arguments, test, batch_size, "val_")
     if hvd.size() > 1 and not arguments.batch_per_rank and not (isinstance(train, data.Stream) and train.is_shard):
         _refuse_stateful(model)
     unlike = script_model.build_for_ranks(process, model, train, batch_size)
+
+    # A stream brings its own batches, which are the steps. Their number of rows is known only if it is the same in all.
     num_train = len(train)
     more = {**train.plan, **script_model.compile_by_xla(process, model, train)}
     if isinstance(train, data.Stream):
@@ -116,15 +124,19 @@ def _job(process: Process, source: ScriptSource) -> Job:
             more |= {"shard": f"{train.num_batches} batches of its own on each rank"}
             if size > 1:
                 unlike.append("each rank has batches of its own")
+
+    # Numbers and plan follow from what the script has compiled, as those of other runs do from the configuration.
     steps = arguments.steps_per_epoch if isinstance(train, data.NumberedRows) else None
     numbers = adopt(process, model, train.kind, num_train, len(test), batch_size, steps)
     numbers = dataclasses.replace(numbers, initial_epoch=arguments.initial_epoch)
     folder = ForScript.from_environment().folder
     if folder:
         write_below(Path(folder), arguments.callbacks)
+
+    # What all ranks, and all starts under one name, must have in common: data, losses, metrics, optimizers, shapes.
     data_set = data.DataSet(train, test, 0, ())
     checksums = {name + consistency.DIVIDED: text for name, text in data.checksums(data_set).items()}
-    if process.config.train.virtual_ranks:
+    if process.config.train.virtual_ranks:  # equal bits need the same instructions, and as many threads
         checksums |= devices.of_kernels(process.pinning)
         checksums["number of threads"] = str(num_threads(tf.config.threading.get_intra_op_parallelism_threads()))
     of_name = {*checksums}
@@ -153,9 +165,11 @@ def _job(process: Process, source: ScriptSource) -> Job:
 
 
 def _refuse_in_elastic_job(arguments: data.FitArguments) -> None:
+    # Ranks that join would wait in collectives which the others have behind them.
     of_horovod = {"BroadcastGlobalVariablesCallback", "MetricAverageCallback"}
     if any(classes_of(callback) & of_horovod for callback in arguments.callbacks):
         raise ConfigError(f"ringtrain.fit: in an elastic job, leave out {' and '.join(sorted(of_horovod))}")
+    # The run's numbers must not depend on the number of ranks, which changes.
     if arguments.batch_per_rank:
         raise ConfigError("ringtrain.fit: batch_per_rank in an elastic job: give the batch_size of all ranks together")
     if arguments.initial_epoch:
@@ -174,6 +188,7 @@ def _refuse_stateful(model: keras.Model) -> None:
 
 def write_below(folder: Path, callbacks: Sequence[keras.callbacks.Callback]) -> None:
     """Moves the files that Keras' callbacks write into a directory: another start of the script may write them, too."""
+    # Of Keras' callbacks, those of rank 0 write files. A path that leads upwards must not leave the folder.
     for callback in callbacks:
         for attribute in FILES:
             path = vars(callback).get(attribute)
@@ -208,12 +223,14 @@ def adopt(
     Args:
         batch_size: Rows of a step on all ranks.
     """
+    # Elastic ranks share one global batch however many they are: its numbers are those of one rank.
     used = identity.used_optimizers(model)
     num_ranks = 1 if process.strategy.ranks_change else hvd.size()
     names, per_rank = ", ".join(type(one).__name__ for one in used), math.ceil(batch_size / num_ranks)
     steps, accumulated = math.ceil(num_train / batch_size), used[0].gradient_accumulation_steps or 1
     steps = min(steps, steps_per_epoch or steps)
     first_rate, rate = first_and_largest_rate(used[0])
+    # The summary and the report show the configuration: it says what was trained, and not its own defaults.
     values = {"data.name": data_name, "optimizer.name": names, "train.batch_size": per_rank}
     if rate > 0:  # 0 is no value of the option, but a callback may set the rate later
         values["optimizer.learning_rate"] = rate
@@ -240,24 +257,31 @@ def plan_of(
 ) -> dict[str, str]:
     """Rows of the plan for what a script has compiled."""
     config, options = process.config, process.config.optimizer
+    # Each option that a command has chosen is named with it, as the script says otherwise.
     given = {name: value for name, value in changed_options(config).items() if name.startswith(OPTIONS)}
+    named = ", ".join(f"{name}={value}" for name, value in given.items()) or "defaults"
     from_command = ForScript.from_environment()
-    chosen = "".join(f" ({name} from {from_command.by})" for name in from_command.options if name in given)
-    trial = ", ".join(f"{name}={value}" for name, value in from_command.trial.items())
+    for name in from_command.options:
+        if name in given:
+            named += f" ({name} from {from_command.by})"
     rows = f"{numbers.samples_per_step:,} rows on all ranks"
     if numbers.accumulation_steps > 1:
         rows += f" x {numbers.accumulation_steps} accumulated"
-    return {
+    plan = {
         "data": f"{config.data.name}: {numbers.num_train:,} to train, {numbers.num_test:,} to validate",
         "on resume": on_resume,
         "model": f"{config.model.name} {model.name}, {model.count_params():,} parameters",
         "global batch": rows,
-        "options": (", ".join(f"{name}={value}" for name, value in given.items()) or "defaults") + chosen,
-        **({"trial": f"{trial} (from {from_command.by})"} if trial else {}),
-        "learning rate": f"{numbers.rates} ({options.name}, as compiled)",
-        "shard": shard_of(numbers),
-        **({"unlike 1 rank": "; ".join(unlike)} if unlike else {}),
+        "options": named,
     }
+    if from_command.trial:
+        trial = ", ".join(f"{name}={value}" for name, value in from_command.trial.items())
+        plan["trial"] = f"{trial} (from {from_command.by})"
+    plan["learning rate"] = f"{numbers.rates} ({options.name}, as compiled)"
+    plan["shard"] = shard_of(numbers)
+    if unlike:
+        plan["unlike 1 rank"] = "; ".join(unlike)
+    return plan
 
 
 def shard_of(numbers: Numbers) -> str:
@@ -275,7 +299,11 @@ def restore_history(history: keras.callbacks.History, folder: Path) -> None:
 
 def validation_of(given: data.FitArguments, test: data.Split, batch_size: int, prefix: str) -> Validation:
     """Returns the evaluation that arguments of `fit` describe; `batch_size`: rows of a training step on all ranks."""
-    evaluated = 1 if isinstance(test, data.Stream) else given.validation_batch_size or batch_size
+    if isinstance(test, data.Stream):
+        evaluated = 1
+    else:
+        evaluated = given.validation_batch_size or batch_size
+    # Keras' argument is a number of epochs or a list of them; a run has the epochs themselves, or None for all.
     freq = given.validation_freq
     if not isinstance(freq, int):
         return Validation(prefix, evaluated, freq)

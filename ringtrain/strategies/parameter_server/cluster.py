@@ -226,9 +226,11 @@ def addresses(
         own = (socket.gethostname(), transport.own_addresses(), [one.getsockname()[1] for one in listeners])
         of_ranks = allgather(own)
         hosts = [host for host, _, _ in of_ranks]
-        callers = tuple(sorted({address for _, each, _ in of_ranks for address in each}))
+        callers: set[str] = set()
+        for _, of_host, _ in of_ranks:
+            callers.update(of_host)
         if len(set(hosts)) == 1:
-            return [[f"127.0.0.1:{port}" for port in ports] for _, _, ports in of_ranks], ()
+            return [_with_ports("127.0.0.1", ports) for _, _, ports in of_ranks], ()
         listeners[0].listen(4096)
         allgather(None)  # all listen
         # Each rank is tested from another host: by rank 0, or, on its host, by the first rank of another host.
@@ -245,11 +247,17 @@ def addresses(
         failures = [text for _, text in results if text]
         if failures:
             raise LaunchError(failures[0])
-        answering = {other: address for each, _ in results for other, address in each.items()}
+        answering: dict[int, str] = {}
+        for of_caller, _ in results:
+            answering |= of_caller
         # The source addresses of incoming connections, which a host may not know itself.
-        callers = tuple(sorted({*callers, *(one for seen in allgather(_callers(listeners[0])) for one in seen)}))
-        endpoints = [[f"{answering[other]}:{port}" for port in ports] for other, (_, _, ports) in enumerate(of_ranks)]
-        return endpoints, callers
+        callers.update(*allgather(_callers(listeners[0])))
+        endpoints = [_with_ports(answering[other], ports) for other, (_, _, ports) in enumerate(of_ranks)]
+        return endpoints, tuple(sorted(callers))
+
+
+def _with_ports(address: str, ports: Sequence[int]) -> list[str]:
+    return [f"{address}:{port}" for port in ports]
 
 
 def _callers(listener: socket.socket) -> set[str]:
