@@ -121,6 +121,7 @@ def fit(
 
     # One object with all arguments, as other ways to call it (own_fit, the configuration) make the same.
     epochs, steps_per_epoch = _within_limits_of_keras(epochs, steps_per_epoch)
+    # A measured run ends itself, once it has enough steps.
     if ForScript.from_environment().measure and steps_per_epoch is None:
         epochs = MEASURED_EPOCHS
     arguments = data.FitArguments(

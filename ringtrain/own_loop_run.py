@@ -84,7 +84,7 @@ class Loop:
     @property
     def global_step(self) -> int:
         """Number of steps that are complete, in all epochs."""
-        if self._run is None:
+        if self._run is None:  # a run that was complete has no clock
             return self.config.train.epochs * self.source.steps
         return self._run.clock.global_step
 
@@ -345,10 +345,12 @@ class Loop:
         if run.clock.epoch_complete:
             evaluation: Any = run.callbacks.evaluation
             evaluation.end_steps()
+        # What follows is the script's, such as a validation: it counts to no step.
         step_timing.PLACE.enter(step_timing.SCRIPT)
 
     def _end_open_step(self) -> None:
         """Ends a step in which the script has left its loop, if it was made: zip(run.steps(), ...) may end before."""
+        # A step that has logged something was made, as far as can be seen from here.
         if self._logs:
             self._end_step()
         self._open_step = None
@@ -408,6 +410,7 @@ class Loop:
 
     def _fingerprint_of_batches(self) -> int | None:
         """Fingerprint of all batches so far, which the ranks compare; None: they do not."""
+        # Without `run.batches`, nothing is known of the data; one rank has none to compare with.
         if self._run is None or self._data is None or self._run.size == 1:
             return None
         return self._fingerprint

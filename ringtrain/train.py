@@ -258,6 +258,7 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     job.plan |= model_state.plan_of_slots(job.model)
     stages.done("agreement")
 
+    # Of all processes, also of those that run no training loop, such as parameter servers.
     hosts = [*hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts"), *strategy.other_hosts]
 
     # Run folder: only now, after all checks of the configuration. From here on, each rank has a log in it. Ranks that
@@ -338,6 +339,7 @@ def add_monitor(run: RunContext) -> None:
     """Adds the measurement of this rank's steps, and the monitor that reports it to rank 0. Collective."""
     from ringtrain import hvd
 
+    # The monitor sees the timer's progress, and a rank without any is named with the phase that the timer shows.
     health = run.config.health
     run.step_timer = hvd.step_timing.StepTimer(run.clock, run.timeline)
     run.monitor = heartbeat.Monitor(

@@ -82,6 +82,7 @@ class Step:
         """
         self._is_divided = True
         self.has_header, self.has_empty_parts = has_header, has_empty_parts
+        # A variable, as the step may be traced once for all batches.
         if has_header and self.sums is None:
             self.share = tf.Variable(1.0, trainable=False, dtype=tf.float64)
 
@@ -99,6 +100,7 @@ class Step:
         self._losses.restore()
 
     def _around(self, inner: train_step.TrainStep) -> train_step.TrainStep:
+        # Called again whenever a layer further inside changes: the step calls the newest one.
         self._inner = inner
         if self.sums is None:
             return self._of_this_rank
@@ -106,6 +108,7 @@ class Step:
 
     def _note(self, header: Header) -> None:
         """Adds a batch's fingerprint to that of all batches."""
+        # Times a number, so that the same batches in another order have another fingerprint.
         self.fingerprint.assign(tf.math.floormod(self.fingerprint * 31 + header.fingerprint, tf.int32.max))
 
     # ---- each rank has statistics, seeds and metrics of its own; the optimizer reduces ------------------------------
@@ -352,6 +355,7 @@ def step_of_all_ranks(model: keras.Model, input_shape: Sequence[int], sums: Sums
             f"model.name: {type(model).__name__} has a train_step of its own, which elastic runs and virtual ranks"
             " would not call: leave it to Keras"
         )
+    # A metric that is no sum over rows would be wrong from the second part on, without an error.
     batch = tf.zeros([2, *input_shape]), tf.zeros([2], tf.int64)
     model._symbolic_build(data_batch=batch)  # makes the metrics
     divided.refuse_metrics(model, batch)

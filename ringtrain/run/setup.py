@@ -89,7 +89,7 @@ def add_model(process: Process, job: Job, named: Named) -> None:
     keras.utils.clear_session()  # each run of a process gives its layers the same names, which checkpoints hold
     job.model = compiled_model(named, job.data_set, config, job.numbers, process.strategy, plan=job.plan)
     _check_own_fit(job.model, config)
-    if job.prepare:
+    if job.prepare:  # data without classes build the model by a batch of theirs
         job.prepare(job.model)
     # What its function has compiled is part of the job: ranks, and all runs of one name, have it in common.
     compiled = identity.of_compiled(job.model)  # by its own function, perhaps

@@ -94,74 +94,106 @@ def _job(process: Process, source: ScriptSource) -> Job:
     # `batch_size` counts the rows of all ranks, so that their number does not change what is trained.
     model, arguments = source.model, source.arguments
     everyone = [*arguments.callbacks, source.history]
-    size = 1 if process.strategy.ranks_change else hvd.size()
-    if process.strategy.ranks_change:
+    size = hvd.size()
+    if process.strategy.ranks_change:  # nothing may depend on the number of ranks at the start
+        size = 1
         _refuse_in_elastic_job(arguments)
-    batch_size = (arguments.batch_size or 32) * (size if arguments.batch_per_rank else 1)
-    batch_size = max(1, batch_size // arguments.parts)
+    batch_size = arguments.batch_size or 32
+    if arguments.batch_per_rank:
+        batch_size *= size
+    batch_size = max(1, batch_size // arguments.parts)  # a command may want only the first part of each
 
     # The data first: the model is built for the shapes of their rows.
     train, test = data.inputs(arguments, batch_size)
     validation = validation_of(arguments, test, batch_size, "val_")
-    if hvd.size() > 1 and not arguments.batch_per_rank and not (isinstance(train, data.Stream) and train.is_shard):
+    is_divided = not arguments.batch_per_rank and not (isinstance(train, data.Stream) and train.is_shard)
+    if hvd.size() > 1 and is_divided:
         _refuse_stateful(model)
+
+    # The model is the script's own: it is made ready in place, and `unchanged_afterwards` sets it back.
     unlike = script_model.build_for_ranks(process, model, train, batch_size)
 
     # A stream brings its own batches, which are the steps. Their number of rows is known only if it is the same in all.
     num_train = len(train)
     more = {**train.plan, **script_model.compile_by_xla(process, model, train)}
     if isinstance(train, data.Stream):
-        batch_size = train.batch_size * (size if train.is_shard else 1)
-        held_out = f"{len(test):,}{' batches' if isinstance(test, data.Stream) else ''} to validate"
-        more = {"data": f"{train.kind}: {num_train:,} batches to train, {held_out}", **more}
-        num_train *= batch_size
-        if train.batch_size == 1 and not train.is_shard:
-            more |= {
-                "global batch": "a batch of the data, whose rows are not known before: images/s are batches/s",
-                "shard": "a part of the rows of each batch on each rank",
-            }
+        more |= _plan_of_stream(train, test)
+        batch_size = train.batch_size
         if train.is_shard:
-            more |= {"shard": f"{train.num_batches} batches of its own on each rank"}
-            if size > 1:
-                unlike.append("each rank has batches of its own")
+            batch_size *= size
+        num_train *= batch_size
+        if train.is_shard and size > 1:
+            unlike.append("each rank has batches of its own")
 
     # Numbers and plan follow from what the script has compiled, as those of other runs do from the configuration.
     steps = arguments.steps_per_epoch if isinstance(train, data.NumberedRows) else None
     numbers = adopt(process, model, train.kind, num_train, len(test), batch_size, steps)
     numbers = dataclasses.replace(numbers, initial_epoch=arguments.initial_epoch)
+    plan = plan_of(process, model, numbers, train.on_resume, unlike)
+
+    # Files of callbacks: a command starts the script several times, and no start must find those of another.
     folder = ForScript.from_environment().folder
     if folder:
         write_below(Path(folder), arguments.callbacks)
 
-    # What all ranks, and all starts under one name, must have in common: data, losses, metrics, optimizers, shapes.
     data_set = data.DataSet(train, test, 0, ())
+    checksums, of_name = _checksums(process, model, data_set)
+    return Job(
+        data_set=data_set,
+        numbers=numbers,
+        checksums=checksums,
+        of_name=of_name,
+        model=model,
+        users_callbacks=on_rank(everyone, hvd.rank()),
+        all_callbacks=everyone,
+        validation=validation,
+        plan={**plan, **more},
+        ends_with_callbacks=True,
+        follows_schedule=False,
+        facts={"script": sys.argv[0], "unlike_one_process": unlike, "on_resume": train.on_resume},
+    )
+
+
+def _plan_of_stream(train: data.Stream, test: data.Split) -> dict[str, str]:
+    """Rows of the plan on data that bring their own batches."""
+    held_out = f"{len(test):,}"
+    if isinstance(test, data.Stream):
+        held_out += " batches"
+    rows = {"data": f"{train.kind}: {len(train):,} batches to train, {held_out} to validate"}
+    if train.is_shard:
+        rows["shard"] = f"{train.num_batches} batches of its own on each rank"
+    elif train.batch_size == 1:
+        rows["global batch"] = "a batch of the data, whose rows are not known before: images/s are batches/s"
+        rows["shard"] = "a part of the rows of each batch on each rank"
+    return rows
+
+
+def _checksums(process: Process, model: keras.Model, data_set: data.DataSet) -> tuple[dict[str, str], set[str]]:
+    """What all ranks must have in common; names of that part which all runs of one name have in common."""
+    # Data. The first batch of a stream to validate need not be the same in every start.
+    train, test = data_set.train, data_set.test
     checksums = {name + consistency.DIVIDED: text for name, text in data.checksums(data_set).items()}
     if process.config.train.virtual_ranks:  # equal bits need the same instructions, and as many threads
         checksums |= devices.of_kernels(process.pinning)
         checksums["number of threads"] = str(num_threads(tf.config.threading.get_intra_op_parallelism_threads()))
     of_name = {*checksums}
     if isinstance(test, data.Stream):
-        of_name.remove(f"test data{consistency.DIVIDED}")  # its first batch need not be the same in every start
+        of_name.remove(f"test data{consistency.DIVIDED}")
+
+    # Losses, metrics and optimizers; of an endless stream the length of a call, as an epoch's last one is whole, too.
     compiled = identity.of_script(model)
-    if isinstance(train, data.Stream) and train.is_endless:  # the last call of an epoch reads and trains whole calls
+    if isinstance(train, data.Stream) and train.is_endless:
         compiled["steps_per_execution"] = str(model.steps_per_execution)
     if isinstance(train, data.Stream) and not train.is_shard:
         content = identity.content_of(train.dataset)
-        compiled |= {f"content of the training data{consistency.DIVIDED}": content} if content else {}
-    return Job(
-        data_set=data_set,
-        numbers=numbers,
-        checksums={**checksums, **compiled, "model": checksum_of_shapes(model_state.shapes_of(model.weights))},
-        of_name={*of_name, *compiled},
-        model=model,
-        users_callbacks=on_rank(everyone, hvd.rank()),
-        all_callbacks=everyone,
-        validation=validation,
-        plan={**plan_of(process, model, numbers, train.on_resume, unlike), **more},
-        ends_with_callbacks=True,
-        follows_schedule=False,
-        facts={"script": sys.argv[0], "unlike_one_process": unlike, "on_resume": train.on_resume},
-    )
+        if content:
+            compiled[f"content of the training data{consistency.DIVIDED}"] = content
+    of_name |= compiled.keys()
+
+    # A resume compares shapes by itself, one by one, and names the first that differs.
+    checksums |= compiled
+    checksums["model"] = checksum_of_shapes(model_state.shapes_of(model.weights))
+    return checksums, of_name
 
 
 def _refuse_in_elastic_job(arguments: data.FitArguments) -> None:
