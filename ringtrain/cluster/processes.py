@@ -125,8 +125,12 @@ def written_files(plan: Plan, folder: str) -> Iterator[None]:
 def say(text: str) -> None:
     """Prints one of the launcher's own lines."""
     # Hosts and ranks may print anything, and a terminal would execute control characters.
-    shown = "".join(letter if letter in "\n\t" or letter.isprintable() else ascii(letter)[1:-1] for letter in text)
-    write(f"ringtrain: {shown}\n".encode())
+    letters = []
+    for letter in text:
+        if letter not in "\n\t" and not letter.isprintable():
+            letter = ascii(letter)[1:-1]
+        letters.append(letter)
+    write(f"ringtrain: {''.join(letters)}\n".encode())
 
 
 def write(data: bytes, stream: int = 2) -> None:

@@ -81,7 +81,10 @@ def state_of(function: Any) -> str:
     from tensorflow.python.framework import op_def_registry
 
     graph = function.graph.as_graph_def()
-    for node in (*graph.node, *(node for called in graph.library.function for node in called.node_def)):
+    nodes = [*graph.node]
+    for called in graph.library.function:
+        nodes += called.node_def
+    for node in nodes:
         definition = op_def_registry.get(node.op)
         if PYTHON.fullmatch(node.op):
             return "a Python function"

@@ -419,8 +419,12 @@ def _joined(part: Any, columns: Columns) -> NDArray[Any]:
     values = [columns[name] for name in _names_in(part)]
     joined = values[0]
     if isinstance(part, list):
-        matrices = [one if one.ndim > 1 else one[:, None] for one in values]
-        if len({(one.dtype.kind == "O", one.shape[1:-1]) for one in matrices}) > 1:
+        matrices = []
+        for column in values:
+            if column.ndim == 1:
+                column = column[:, None]
+            matrices.append(column)
+        if len({(matrix.dtype.kind == "O", matrix.shape[1:-1]) for matrix in matrices}) > 1:
             raise DataError(f"ringtrain.Records: columns {', '.join(part)} cannot be one array: name them in a dict")
         joined = np.concatenate(matrices, -1)
     if joined.dtype.kind == "f":

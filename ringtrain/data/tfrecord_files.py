@@ -56,10 +56,12 @@ class TFRecordFiles(ScannedFiles):
                 raise DataError(f"ringtrain.Records: feature {name} is {feature}, expected a FixedLenFeature")
 
     def types(self) -> dict[str, str]:
-        return {
-            name: f"{feature.dtype.name} {list(feature.shape)}" if feature.shape else feature.dtype.name
-            for name, feature in sorted(self._known.items())
-        }
+        types = {}
+        for name, feature in sorted(self._known.items()):
+            types[name] = feature.dtype.name
+            if feature.shape:
+                types[name] += f" {list(feature.shape)}"
+        return types
 
     def read(self, block: Block) -> Columns:
         import tensorflow as tf

@@ -233,8 +233,14 @@ class _Reducing(keras.optimizers.Optimizer):
         share = getattr(self.reduction, "share", None)
         if share is None or self._reduced_before:
             return grads
-        pairs = zip(grads, self._trainable_variables if variables is None else variables, strict=True)
-        return [grad if grad is None or self.is_local(variable) else scaled(grad, share) for grad, variable in pairs]
+        if variables is None:
+            variables = self._trainable_variables
+        weighted = []
+        for gradient, variable in zip(grads, variables, strict=True):
+            if gradient is not None and not self.is_local(variable):
+                gradient = scaled(gradient, share)
+            weighted.append(gradient)
+        return weighted
 
     def add_state(self) -> None:
         """Adds the variables that the reduction keeps from step to step to a built optimizer."""
@@ -269,11 +275,11 @@ class _Reducing(keras.optimizers.Optimizer):
         local = [self.is_local(variable) for variable in variables]
         begin = getattr(self.reduction, "compression_start_step", 0)
         if begin:
-            compressed, whole = (
-                lambda reduction=reduction: reduction(grads, variables, local)
-                for reduction in (self.reduction, self.reduction.uncompressed)
+            reduced = tf.cond(
+                self.iterations >= begin,
+                lambda: self.reduction(grads, variables, local),
+                lambda: self.reduction.uncompressed(grads, variables, local),
             )
-            reduced = tf.cond(self.iterations >= begin, compressed, whole)
         else:
             reduced = self.reduction(grads, variables, local)
         PLACE.note("reduced", reduced)

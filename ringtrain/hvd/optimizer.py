@@ -329,8 +329,11 @@ def _sum_sparse_in_one_order(tape: Any, options: Mapping[str, Any]) -> None:
     )
 
     def reduce(gradients: Any, sources: Any = None, *args: Any) -> list[Any]:
-        sparse = [index for index, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
-        dense = [None if index in sparse else gradient for index, gradient in enumerate(gradients)]
+        dense, sparse = list(gradients), []
+        for index, gradient in enumerate(gradients):
+            if isinstance(gradient, tf.IndexedSlices):
+                sparse.append(index)
+                dense[index] = None
         results = dense
         if len(sparse) < len(dense):
             results = list(reduce_dense(dense, sources, *args))

@@ -119,9 +119,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Rows in columns, as plain text; at most MAX_ROWS of them."""
     shown = [head, *rows[:MAX_ROWS]]
     widths = [max(len(row[column]) for row in shown) for column in range(len(head))]
-    lines = [
-        "  " + "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in shown
-    ]
+    lines = []
+    for row in shown:
+        cells = [word.ljust(width) for word, width in zip(row, widths, strict=True)]
+        lines.append("  " + "  ".join(cells).rstrip())
     if len(rows) > MAX_ROWS:
         lines.append(f"  ... and {len(rows) - MAX_ROWS} more")
     return "\n".join(lines)

@@ -190,7 +190,9 @@ def unchanged_afterwards(model: keras.Model, seeds_ranks: bool = True) -> Iterat
             hvd.broadcast_variables(hvd.global_seed(create=True), root_rank=0)
             numbers = [state.numpy() for state in hvd.global_seed()]
         if hvd.size() > 1 and hvd.local_steps_of(model) > 1 and not of_script:
-            slots = [slot for one in hvd.optimizers_of(model) for slot in innermost(one).of_one_rank(now=True)]
+            slots = []
+            for optimizer in hvd.optimizers_of(model):
+                slots += innermost(optimizer).of_one_rank(now=True)
             hvd.broadcast_variables(slots, root_rank=0)  # the ranks' slots differ
     finally:
         for optimizer, apply in zip(optimizers, applies, strict=True):
