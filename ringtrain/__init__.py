@@ -18,8 +18,11 @@ from ringtrain.protocol.cores import share_cores
 __version__ = "0.1.0"
 
 LAZY = {
-    **{"fit": "ringtrain.keras_fit", "start": "ringtrain.keras_fit", "run": "ringtrain.function_call"},
-    **{"evaluate": "ringtrain.keras_evaluate", "predict": "ringtrain.keras_evaluate"},
+    "fit": "ringtrain.keras_fit",
+    "start": "ringtrain.keras_fit",
+    "evaluate": "ringtrain.keras_evaluate",
+    "predict": "ringtrain.keras_evaluate",
+    "run": "ringtrain.function_call",
     "loop": "ringtrain.own_loop",
     "from_rank_0": "ringtrain.data.from_rank_0",
     "Records": "ringtrain.data.records",

@@ -39,7 +39,9 @@ def low_rank(shape: Sequence[int], rank: int, min_ratio: float = 2.0) -> tuple[i
         return None
     rows, columns = size // shape[-1], shape[-1]
     is_smaller = size >= min_ratio * rank * (rows + columns)
-    return (rows, columns) if is_smaller and rank <= min(rows, columns) else None
+    if is_smaller and rank <= min(rows, columns):
+        return rows, columns
+    return None
 
 
 def _low_rank_bytes(shape: Sequence[int], rank: int) -> float:

@@ -80,10 +80,12 @@ def help_parser(words: Sequence[str], config: Config, usage: str, description: s
         ["sections:", *lines, "", f"--help SECTION prints the options of one, --help {ALL} those of all"]
     )
     values = {name: value_of(config, name) for name in OPTIONS}
+    around: dict[str, Any] = {}
+    if not section:
+        around = {"description": description, "epilog": epilog}
     parser = Parser(
         usage=usage,
-        description=None if section else description,
-        epilog=None if section else epilog,
+        **around,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
         allow_abbrev=False,

@@ -87,7 +87,9 @@ def tables_of(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         is_recipe = path.parts[:1] == ("configs",)
-        hint = ": this recipe is in a clone of ringtrain; ringtrain init writes a config.toml" if is_recipe else ""
+        hint = ""
+        if is_recipe:
+            hint = ": this recipe is in a clone of ringtrain; ringtrain init writes a config.toml"
         raise ConfigError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}{hint}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
@@ -112,7 +114,10 @@ def from_tables(tables: Mapping[str, Any], path: str) -> Config:
             raise ConfigError(f"{path}: unknown key {section}: {nearest(section, known)}")
         if section not in options and not isinstance(table, dict):
             raise ConfigError(f"{path}: {section}: got {table!r}, expected a table: [{section}]")
-        in_table = {section: table} if section in options else {f"{section}.{key}": table[key] for key in table}
+        if section in options:
+            in_table = {section: table}
+        else:
+            in_table = {f"{section}.{key}": table[key] for key in table}
         for option, value in in_table.items():
             if option not in options:
                 raise ConfigError(f"{path}: unknown key {option}: {nearest(option, list(options))}")
@@ -187,7 +192,9 @@ def imported(option: str, name: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
-        searched = f" (searched: {Path.cwd()} and PYTHONPATH)" if isinstance(error, ModuleNotFoundError) else ""
+        searched = ""
+        if isinstance(error, ModuleNotFoundError):
+            searched = f" (searched: {Path.cwd()} and PYTHONPATH)"
         raise ConfigError(f"{option}: got {name}, but importing {module_name} failed: {error}{searched}") from error
     function = getattr(module, function_name, None)
     if not callable(function):

@@ -144,7 +144,9 @@ class OtherRanks:
         event, facts = _resized(state, strategy, process)
         log = ""
         if not strategy.has_log:
-            later = f"-from-step-{state.start.global_step}" if state.place.resizes else ""
+            later = ""
+            if state.place.resizes:
+                later = f"-from-step-{state.start.global_step}"
             log, strategy.has_log = f"rank-{rank}{later}.log", True
         return Opening(folder=folder, log=log, event=event, facts=facts, is_first=is_first)
 
@@ -186,7 +188,9 @@ def _resized(state: Any, strategy: Elastic, process: Process) -> tuple[str, dict
     """Records the current ranks in the state that a failure returns to; returns the journal's event and its facts."""
     place, size, global_step, resizes = state.place, hvd.size(), state.start.global_step, state.place.resizes
     of_ranks = hvd.allgather_object((strategy.reached, f"{time.time_ns():x}"), name="ringtrain_news")
-    lost_steps = max(0, max(reached for reached, _ in of_ranks) - global_step) if place.num_ranks else 0
+    lost_steps = 0
+    if place.num_ranks:
+        lost_steps = max(0, max(reached for reached, _ in of_ranks) - global_step)
     change = {"from": place.num_ranks, "to": size, "lost_steps": lost_steps}
     event = "start"
     if place.num_ranks:

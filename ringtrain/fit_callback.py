@@ -168,7 +168,10 @@ class Run(keras.callbacks.Callback):
     def _restore_history(self) -> None:
         """Gives Keras' History the metrics of the epochs that earlier starts have trained."""
         path = self.folder and self.folder / METRICS
-        lines = path.read_text(encoding="utf-8").splitlines() if hvd.rank() == 0 and path and path.exists() else []
+        if hvd.rank() == 0 and path and path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines()
+        else:
+            lines = []
         records = hvd.broadcast_object(list(map(parse_json, lines)), 0, name="ringtrain_history")
         for record in records[: self.model._initial_epoch]:
             for name in record.keys() - set(NO_METRICS):
@@ -245,7 +248,10 @@ class Run(keras.callbacks.Callback):
         callbacks = self._run.callbacks.ordered
         num_before = callbacks.index(self._run.callbacks.evaluation) + 1
         if after_others is not None:
-            callbacks = callbacks[num_before:] if after_others else callbacks[:num_before]
+            if after_others:
+                callbacks = callbacks[num_before:]
+            else:
+                callbacks = callbacks[:num_before]
         try:
             for callback in callbacks:
                 getattr(callback, hook)(*arguments)

@@ -121,6 +121,7 @@ def fit(
 
     # One object with all arguments, as other ways to call it (own_fit, the configuration) make the same.
     epochs, steps_per_epoch = _within_limits_of_keras(epochs, steps_per_epoch)
+    # A measured run ends itself, once it has enough steps.
     if ForScript.from_environment().measure and steps_per_epoch is None:
         epochs = MEASURED_EPOCHS
     arguments = data.FitArguments(
@@ -148,10 +149,10 @@ def fit(
     try:
         with in_words_of_a_script():
             settings = options_of("ringtrain.fit", options)
-            if type(model).fit is keras.Model.fit:
-                return _fit(model, name, settings, arguments)
             # KerasHub's tasks turn texts or images into arrays in a fit of their own, which ends in Keras'.
-            return own_fit.through(model, arguments, lambda given: _fit(model, name, settings, given))
+            if type(model).fit is not keras.Model.fit:
+                return own_fit.through(model, arguments, lambda given: _fit(model, name, settings, given))
+            return _fit(model, name, settings, arguments)
     except RingtrainError as error:
         # Its text says all: frames of ringtrain would only hide the script's line.
         is_filtered = keras.config.is_traceback_filtering_enabled()
@@ -179,6 +180,7 @@ def options_of(door: str, options: Config | Mapping[str, Any] | None) -> Config:
     # A Config was checked when it was made; a dict has the names of the command line.
     if isinstance(options, Config):
         return options
+    # Other types, such as a list of words, would end in an error that names neither the function nor the argument.
     if options is not None and not isinstance(options, Mapping):
         raise ConfigError(
             f"{door}: got {type(options).__name__} for options, expected a ringtrain.config.Config, or a dict such as"
@@ -190,6 +192,7 @@ def options_of(door: str, options: Config | Mapping[str, Any] | None) -> Config:
 @contextlib.contextmanager
 def in_words_of_a_script() -> Iterator[None]:
     """Context in which errors name arguments instead of options of the command line."""
+    # The same error with another text, so that its class and its traceback stay.
     try:
         yield
     except RingtrainError as error:
@@ -224,6 +227,7 @@ def start(options: Config | Mapping[str, Any] | None = None, num_devices: int = 
 
 def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArguments) -> keras.callbacks.History:
     """Trains a compiled model on this rank together with the others."""
+    # A command such as ringtrain prove starts the script as it is, and wants a few steps of it.
     from_command = ForScript.from_environment()
     if from_command.steps:
         arguments = _short(model, options, arguments, from_command)
@@ -231,7 +235,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     config = _config(model, name, options, arguments)
     strategies.prepare(config)
     from ringtrain import hvd, train
-    from ringtrain.run import callback_state, resume
+    from ringtrain.run import resume
     from ringtrain.sources import script, script_model
 
     # A rank that joins runs the script from its beginning, with the others in the middle of this call.
@@ -240,7 +244,8 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
             "ringtrain.fit: a second call in an elastic job, in which a rank that joins would begin with the first one:"
             " give each call a script of its own, or leave out --elastic"
         )
-    if from_command.folder and not name:  # a repeated start of the script resumes it
+    # Runs in a command's folder have names, so that a repeated start of the script resumes them.
+    if from_command.folder and not name:
         config = with_values(config, {"run.name": f"fit-{hvd.process.PROCESS.num_runs + 1}"})
     if from_command.observer:
         observe = config_io.imported("observer", from_command.observer)
@@ -254,6 +259,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
         run, summary, exit_code = train.to_the_end(process)
     # A signal has ended all ranks after the same step; the script must not go on as if training were complete.
     end_by_signal(exit_code)
+    # The script gets what `model.fit` returns, and in addition where the run is and what was verified.
     history: Any = source.history
     history.run = Path(process.config.run.directory) / process.config.run.name
     if run is not None:
@@ -264,9 +270,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
             text = "is complete, this call has trained nothing: raise epochs, or give fit another name"
             print(f"ringtrain: {history.run} {text}", file=sys.stderr, flush=True)
         resume.restore_result(model, history.run, summary, process.config.checkpoint.saved_model)
-        saved = hvd.run_together(lambda: resume.callbacks_of(history.run) if hvd.rank() == 0 else ())
-        states = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_history")
-        callback_state.restore_callbacks([history], states[-1:])
+        script.restore_history(history, history.run)
         model.history = history
     _ended.add(history.run.resolve())
     history.checksum = summary["checksum"]
@@ -277,6 +281,7 @@ def _short(
     model: keras.Model, options: Config, arguments: data.FitArguments, from_command: ForScript
 ) -> data.FitArguments:
     """Arguments of a call that a command makes short, and that resumes when the script is started again."""
+    # The command counts steps, and Keras trains whole calls of several.
     per_call = model.steps_per_execution
     max_steps = max(1, from_command.steps // per_call) * per_call
     values: dict[str, Any] = {"max_steps": max_steps, "parts": from_command.parts, "resume": "auto"}
@@ -299,6 +304,7 @@ def _short(
 @contextlib.contextmanager
 def journaled(process: Process) -> Iterator[None]:
     """Writes an error to the run's journal, and unlocks the run's folder."""
+    # Reports on failures read the journal. A lock that stays would keep the script's next call out of the folder.
     try:
         yield
     except Exception as error:
@@ -309,6 +315,7 @@ def journaled(process: Process) -> Iterator[None]:
 
 def end_by_signal(exit_code: int) -> None:
     """Raises KeyboardInterrupt or SystemExit if a signal has ended the run."""
+    # As where no run handles signals: SIGINT interrupts the script, which may catch that, and others end it.
     if exit_code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if exit_code:
@@ -331,9 +338,10 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
     from_command = ForScript.from_environment()
     for option in (*changed_options(options), *from_command.options):
         if not option.startswith(sources.OPTIONS):
+            allowed = ", ".join(sources.OPTIONS).replace(".,", ".*,")  # such as checkpoint.*
             raise ConfigError(
                 f"ringtrain.fit: options set {option}, which is an argument of fit or the script's own here: expected"
-                f" only {', '.join(f'{one}*' if one.endswith('.') else one for one in sources.OPTIONS)}"
+                f" only {allowed}"
             )
     # Other strategies need a model that is made in their scope.
     if options.strategy.name not in STRATEGIES:
@@ -348,6 +356,7 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
             f"ringtrain.fit: got initial_epoch {arguments.initial_epoch} with epochs {arguments.epochs}, which include"
             f" those before it: expected 0 to {arguments.epochs - 1}"
         )
+    # These would write and resume on each rank by itself, beside the run that does it for all.
     for callback in arguments.callbacks:
         why = next((REFUSED[name] for name in sources.classes_of(callback) if name in REFUSED), "")
         if why:
@@ -355,7 +364,7 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
     # What is known before the data are read; `sources.script.adopt` adds sizes and learning rate. A command that has
     # started the script, such as a tuning, decides last; its runs are not copied to the script's mirror.
     of_command: dict[str, Any] = {}
-    if from_command.folder:
+    if from_command.folder:  # its trials are not mixed with the script's own runs
         of_command["run.directory"] = from_command.folder
     if from_command.folder or from_command.measure:
         of_command["run.mirror"] = ""

@@ -101,7 +101,9 @@ class Option:
     @property
     def single(self) -> Any:
         """Type of one value: of `int | None` and `tuple[int, ...]` it is int."""
-        return get_args(self.kind)[0] if get_origin(self.kind) in (types.UnionType, tuple) else self.kind
+        if get_origin(self.kind) in (types.UnionType, tuple):
+            return get_args(self.kind)[0]
+        return self.kind
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -119,7 +121,9 @@ class Option:
     @property
     def choices(self) -> tuple[str, ...]:
         """All values that it may have; empty: any of its type."""
-        return get_args(self.kind) if get_origin(self.kind) is Literal else self.argument.choices
+        if get_origin(self.kind) is Literal:
+            return get_args(self.kind)
+        return self.argument.choices
 
     @property
     def num_values(self) -> int | Literal["*"] | None:

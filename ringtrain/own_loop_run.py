@@ -54,6 +54,7 @@ class Loop:
         source.is_quiet = not verbose
         self.folder: Path | None = None
         self.checksum = ""
+        # Training ends first; then the results are written; last, the models are the script's own again.
         self._around = contextlib.ExitStack()
         """of the whole run, with its results"""
         self._during = contextlib.ExitStack()
@@ -67,6 +68,7 @@ class Loop:
         self._open_step: int | None = None
         """number in its epoch of the step that the script makes"""
         self._logs: dict[str, Any] = {}
+        # A variable, as the script's step may be a graph, in which a number would stay that of the first step.
         self._weight: tf.Variable | None = None
         """rows of this rank times the number of ranks, divided by all rows of the step"""
         self._share = self._share_before = 1.0
@@ -82,7 +84,7 @@ class Loop:
     @property
     def global_step(self) -> int:
         """Number of steps that are complete, in all epochs."""
-        if self._run is None:
+        if self._run is None:  # a run that was complete has no clock
             return self.config.train.epochs * self.source.steps
         return self._run.clock.global_step
 
@@ -100,6 +102,7 @@ class Loop:
                 "ringtrain.loop: ranks cannot join and leave here: start the job without --elastic, or use"
                 " hvd.elastic.run"
             )
+        # The main path of train.py up to training. If a part fails, the stack undoes those before it.
         process = train.setup(self.config, self.source, None, journal.Stages())
         with contextlib.ExitStack() as stack:
             stack.enter_context(script_model.unchanged_afterwards(self.model))
@@ -109,6 +112,7 @@ class Loop:
                 self._restore_result(process.config, run)
                 self._around = stack.pop_all()
                 return self
+            # From here on, the script trains. A rank may hang in code of the script: its main thread is watched, too.
             self._run, self.folder = run, run.folder
             stack.enter_context(self._during)
             self._during.enter_context(train.training(run))
@@ -127,6 +131,7 @@ class Loop:
         from ringtrain import train
         from ringtrain.run.console import A_CALLBACK
 
+        # An error of the script, or a run that was complete: nothing is saved or compared.
         run = self._run
         if error is not None or run is None:
             self._around.__exit__(kind, error, trace)
@@ -139,8 +144,9 @@ class Loop:
             stop = run.callbacks.stop
             if not stop.stopped_by and run.clock.global_step < run.numbers.num_steps:
                 stop.stopped_by = A_CALLBACK
+            # The generator of epochs ends the last one, with its callbacks, before the run ends.
             for _ in self._epochs:
-                pass  # ends the last one
+                pass
             self._during.close()
             summary, exit_code = train.finish(run)
         self.checksum = summary["checksum"]
@@ -169,18 +175,17 @@ class Loop:
 
     def _restore_result(self, config: Config, summary: Mapping[str, Any]) -> None:
         """Gives models and history the state of a run that was complete."""
-        from ringtrain import hvd
-        from ringtrain.run import callback_state, resume
+        from ringtrain.run import resume
+        from ringtrain.sources import script
 
         folder = self.folder = Path(config.run.directory) / config.run.name
+        # Models are exported by name, one alone as in `fit`.
         models = self.model.models
         exported = {model.name: model for model in models}
         if len(models) == 1:
             exported = {"model": models[0]}
         resume.restore_result(self.model, folder, summary, config.checkpoint.saved_model, exported)
-        saved = hvd.run_together(lambda: resume.callbacks_of(folder) if hvd.rank() == 0 else ())
-        states = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_history")
-        callback_state.restore_callbacks([self.source.history], states[-1:])
+        script.restore_history(self.source.history, folder)
         self.checksum = summary["checksum"]
 
     # ---- the loops ---------------------------------------------------------------------------------------------------
@@ -197,10 +202,11 @@ class Loop:
 
         They are global, so that data and random numbers can follow from them. They end early where ranks agree to stop.
         """
-        if self._left is None:
+        if self._left is None:  # the script has one loop, over all epochs
             for _ in self.epochs():
                 yield from self.steps()
             return
+        # The script makes the step between two values of this generator, so that one ends when the next is asked for.
         run, training = self._running()
         for step in self._left:
             training.begin_step(step)
@@ -231,9 +237,10 @@ class Loop:
             for _ in self.epochs():
                 yield from self.batches(x, y, sample_weight, shuffle=shuffle)
             return
-        run, _ = self._running()
         from ringtrain.strategies.rows import errors_named
 
+        # After a resume within the epoch, reading begins at the first step that is left.
+        run, _ = self._running()
         with errors_named("run.batches"):
             reader, has_header = self._reader(run, x, y, sample_weight, shuffle)
             batches: Iterator[Any] = iter(())
@@ -261,6 +268,7 @@ class Loop:
         """
         from ringtrain import hvd
 
+        # Nothing weighs the parts here: the mean of unequal parts would not be that of all rows.
         if num % hvd.size():
             raise DataError(
                 f"run.rows: got {num} rows for {hvd.size()} ranks, expected a multiple: choose another batch, or"
@@ -279,6 +287,7 @@ class Loop:
         Args:
             values: Numbers or tensors []; the same names on every rank and in every step.
         """
+        # Values of a step count by its rows; those that follow the last step are the epoch's.
         if self._open_step is not None:
             self._logs |= values
             return
@@ -319,6 +328,7 @@ class Loop:
         _, training = self._running()
         step, self._open_step = self._open_step, None
         self.model.log(self._logs, self._share)
+        # The first comparison of weights fails if the step averages nothing, of which these are the usual reasons.
         try:
             training.end_step(step, self._logs)
         except OutOfSync as error:
@@ -335,16 +345,19 @@ class Loop:
         if run.clock.epoch_complete:
             evaluation: Any = run.callbacks.evaluation
             evaluation.end_steps()
+        # What follows is the script's, such as a validation: it counts to no step.
         step_timing.PLACE.enter(step_timing.SCRIPT)
 
     def _end_open_step(self) -> None:
         """Ends a step in which the script has left its loop, if it was made: zip(run.steps(), ...) may end before."""
+        # A step that has logged something was made, as far as can be seen from here.
         if self._logs:
             self._end_step()
         self._open_step = None
 
     def _end_epoch(self) -> None:
         """Ends the epoch under way; raises ConfigError if the script has left its steps, and asks for the next one."""
+        # Ranks that leave an epoch at different steps would wait for each other without an end.
         self._end_open_step()
         self._left = None
         run, _ = self._running()
@@ -367,6 +380,7 @@ class Loop:
 
     def _reader(self, run: RunContext, x: Any, y: Any, sample_weight: Any, shuffle: bool) -> tuple[Any, bool]:
         """Function that returns the batches of an epoch from one of its steps on, and whether each has a header."""
+        # Made once, as the script passes the same objects in every epoch.
         arrays = (x, y, sample_weight)
         if self._data and all(array is before for array, before in zip(arrays, self._data[0], strict=True)):
             return self._data[1:]
@@ -380,6 +394,7 @@ class Loop:
             shuffle=shuffle,
             seed=seed,
         )
+        # As in `fit`: each rank reads its part of every batch, and arrays are in memory once per host.
         train, _ = data.inputs(arguments, self.source.rows)
         parts = data.Parts.of_rank(run.rank, run.size)
         reader: Any
@@ -395,12 +410,14 @@ class Loop:
 
     def _fingerprint_of_batches(self) -> int | None:
         """Fingerprint of all batches so far, which the ranks compare; None: they do not."""
+        # Without `run.batches`, nothing is known of the data; one rank has none to compare with.
         if self._run is None or self._data is None or self._run.size == 1:
             return None
         return self._fingerprint
 
     def _weigh(self, header: data.Header) -> None:
         """Weighs this rank's gradients by its rows of the batch."""
+        # The ranks compare what all batches so far were, and this rank's gradients count by its rows.
         share = float(np.asarray(header.shares)[0])
         self._fingerprint = int(math.fmod(self._fingerprint * 31 + float(header.fingerprint), MODULUS))
         if self._weight is None and share != 1.0:
@@ -408,6 +425,7 @@ class Loop:
                 "run.batches: parts of unequal size, which distribute=False cannot weigh: use batches that all ranks"
                 " divide evenly, with drop_remainder=True"
             )
+        # A rank without rows has a placeholder in their place, which the script's own metrics would count.
         if share == 0.0:
             raise DataError("run.batches: a batch has fewer rows than there are ranks: use drop_remainder=True")
         if self._weight is not None and share != self._share_before:

@@ -14,6 +14,8 @@ if __name__ == "__main__":
 
 import contextlib
 import dataclasses
+import functools
+import os
 import socket
 import sys
 import time
@@ -22,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain import config_io, data, strategies
-from ringtrain.config import Config
-from ringtrain.errors import CheckpointError, RingtrainError
+from ringtrain.config import Config, with_values
+from ringtrain.errors import CheckpointError, ConfigError, RingtrainError
 from ringtrain.models import lazy_keras
 from ringtrain.monitor import diagnosis, heartbeat, journal, stragglers, trackers
 from ringtrain.protocol import failures, status
@@ -37,6 +39,10 @@ from ringtrain.strategies.parameter_server import cluster, worker
 from ringtrain.strategies.parameter_server.cluster import RankGroup
 
 SECONDS_FOR_RANK_0 = 10.0
+HOROVOD_TIMELINE = "HOROVOD_TIMELINE"
+"""environment variable that horovodrun --timeline-filename and ringtrain launch --timeline set"""
+TIMELINE_STEPS = 1000
+"""number of recorded steps if only the variable is set; viewers do not open much larger files"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,12 +101,15 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
     lazy_keras.start()
     source = ConfiguredSource(config)
     strategies.prepare(config)
+    # Servers and workers run no training loop: rank 0 alone goes on, and tells them what to do.
     group = None
     if strategies.STRATEGIES[config.strategy.name].has_servers:
-        group = cluster.meet(config)
+        servers = strategies.num_servers(config)
+        group = cluster.meet(config, servers)
         if group.rank:
             return {}, worker.supervise(config, group)  # a server or a worker, controlled by rank 0
     process = setup(config, source, group, stages)
+    # A report on the failure reads the journal. A lock that stays would keep the next attempt out of the folder.
     try:
         _, summary, exit_code = to_the_end(process)
         return summary, exit_code
@@ -112,43 +121,48 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
 
 def to_the_end(process: Process) -> tuple[RunContext | None, Mapping[str, Any], int]:
     """Trains a run to its end; returns it, None if it was complete already, its summary, and the exit code."""
-
-    # Once, or after each change of ranks: then they agree anew on the state of the one that is furthest.
-    def from_agreement() -> tuple[RunContext | None, Mapping[str, Any], int]:
-        run = agree(process)
-        if not isinstance(run, RunContext):
-            return None, run, 0
-        return run, *finish(fit(run))
-
+    # After each change of ranks, they agree again: on the state of the one that is furthest.
     if process.strategy.ranks_change:
         from ringtrain import elastic
 
-        return elastic.run(process, from_agreement)
-    return from_agreement()
+        return elastic.run(process, functools.partial(_from_agreement, process))
+    return _from_agreement(process)
+
+
+def _from_agreement(process: Process) -> tuple[RunContext | None, Mapping[str, Any], int]:
+    run = agree(process)
+    if not isinstance(run, RunContext):  # the command of a complete run was given again
+        return None, run, 0
+    fit(run)
+    summary, exit_code = finish(run)
+    return run, summary, exit_code
 
 
 def setup(config: Config, source: Source, group: RankGroup | None, stages: journal.Stages) -> Process:
     """Loads the libraries, starts Horovod and pins this rank's devices."""
     import ringtrain.hvd as hvd  # first: it reports missing packages
-    from ringtrain.hvd import timeline
     from ringtrain.run import resume, stopping, tracking
 
     stages.done("libraries")
     # Horovod reads its settings once, when it starts; a timeline in them becomes the run's, which begins later.
     hvd.configure(config.hvd)
     hvd.elastic.listen()
-    config, timeline_file = (config, "") if hvd.elastic.is_on() else timeline.resolved(config)
+    timeline_file = ""
+    if not hvd.elastic.is_on():
+        config, timeline_file = _with_timeline(config)
     hvd.init()
     stages.done("init")
+    # Counts of an earlier run of this process end here. Adasum depends on Horovod's build and the number of ranks.
     hvd.step_timing.PLACE.reset()
     hvd.check_op(config.hvd)
     # Before TensorFlow uses a device: it would allocate memory on the host's first GPU for every rank.
     strategy = strategies.make(config, group)
     pinning = source.pin(strategy)
+    # A restart continues the first run of the earlier attempt's process, whose name it gets from the launcher.
     attempt, events = Attempt.from_environment(), journal.Journal()
     hvd.process.PROCESS.num_runs += 1
     is_first = hvd.process.PROCESS.num_runs == 1
-    if not is_first:  # the name is that of the first run of the earlier attempt's process
+    if not is_first:
         attempt = dataclasses.replace(attempt, run_name="")
     # A rank that joins others alone has nobody to share an error with.
     together = alone if strategy.ranks_change else hvd.run_together
@@ -173,6 +187,30 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
     )
 
 
+def _with_timeline(config: Config) -> tuple[Config, str]:
+    """Configuration with the number of steps that a timeline records; its file, "" for timeline.json in the folder.
+
+    HOROVOD_TIMELINE=DYNAMIC is set, since Horovod would otherwise write rank 0's timeline to the file named there.
+    """
+    from ringtrain import hvd
+
+    file = os.environ.get(HOROVOD_TIMELINE, "")
+    if file == "DYNAMIC":  # from here, for an earlier run of this process
+        file = ""
+    if file and not config.tracking.timeline_steps:
+        config = with_values(config, {"tracking.timeline_steps": TIMELINE_STEPS})
+    if config.tracking.timeline_steps:
+        if hvd.is_initialized() and os.environ.get(HOROVOD_TIMELINE) != "DYNAMIC":
+            raise ConfigError(
+                "tracking.timeline_steps: Horovod was started in this process without a timeline: start a process of"
+                " its own for this run"
+            )
+        os.environ[HOROVOD_TIMELINE] = "DYNAMIC"
+    if file:
+        file = os.path.abspath(file)
+    return config, file
+
+
 def agree(process: Process) -> RunContext | Mapping[str, Any]:
     """Verifies that the ranks train the same, restores the run's state, and opens its folder. Collective.
 
@@ -187,7 +225,10 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     # Each rank has a device of its own, and the code of rank 0.
     strategy, stages = process.strategy, process.stages
     hvd.step_timing.PLACE.enter("start")
-    device = "" if process.config.device.share_gpus else devices.identity(process.pinning)
+    if process.config.device.share_gpus:
+        device = ""
+    else:
+        device = devices.identity(process.pinning)
     hvd.check_placement(device)
     consistency.same_code(process)
     stages.done("checks")
@@ -205,16 +246,19 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     stages.done("model")
     start, summary = process.source.restore(process, job)
     stages.done("restored")
+    # A complete run stays as it is, but its mirror may lack the last files.
     if summary:
         _finish_mirror(process, Path(process.config.run.directory) / process.config.run.name)
         process.lock.release()
         strategy.end(0)
         return summary
+    # A wrong state or a reduction that does not average must be seen now, not after hours of training.
     hvd.check_in_sync(job.model)
     gradients = _check_averaging(job)
     job.plan |= model_state.plan_of_slots(job.model)
     stages.done("agreement")
 
+    # Of all processes, also of those that run no training loop, such as parameter servers.
     hosts = [*hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts"), *strategy.other_hosts]
 
     # Run folder: only now, after all checks of the configuration. From here on, each rank has a log in it. Ranks that
@@ -283,19 +327,19 @@ def _measure_phases(run: RunContext) -> None:
         run.timeline = timeline.Timeline(run)
 
 
-def fit(run: RunContext) -> RunContext:
+def fit(run: RunContext) -> None:
     """Trains to the end of the run, or until all ranks stop after the same step. Every rank makes the same steps."""
     from ringtrain.run import loop
 
     with training(run):
         loop.train(run)
-    return run
 
 
 def add_monitor(run: RunContext) -> None:
     """Adds the measurement of this rank's steps, and the monitor that reports it to rank 0. Collective."""
     from ringtrain import hvd
 
+    # The monitor sees the timer's progress, and a rank without any is named with the phase that the timer shows.
     health = run.config.health
     run.step_timer = hvd.step_timing.StepTimer(run.clock, run.timeline)
     run.monitor = heartbeat.Monitor(
@@ -316,6 +360,7 @@ def _monitored(run: RunContext, monitor: heartbeat.Monitor) -> Iterator[None]:
     """Context in which the status line has each phase, and the journal the error that ends training."""
     from ringtrain import hvd
 
+    # The status is in shared memory: others read it also where this rank hangs, and cannot say anything itself.
     tracker = hvd.step_timing.PLACE
     tracker.on_change = lambda: run.status.put(run.clock.global_step, tracker.phase)
     with hvd.monitoring.replaced_by(monitor):
@@ -381,6 +426,7 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
         run.callbacks.trackers.end(stop.exit_code, summary)
     if run.timeline:
         run.timeline.close()  # last: with many ranks and steps it takes a while
+    # Whatever becomes of the mirror, the folder is free for the next run, and servers and workers end.
     try:
         _finish_mirror(run, run.folder, exit_code=stop.exit_code)
     finally:

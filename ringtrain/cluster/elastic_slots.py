@@ -100,10 +100,11 @@ def make_driver() -> Any:
         def _update_host_assignments(self, current_hosts: Any) -> Any:
             pending = super()._update_host_assignments(current_hosts)
             starting = {(slot.hostname, slot.local_rank) for slot in pending}
-            for slot in (slot for slots in self._host_assignments.values() for slot in slots):
-                key = slot.hostname, slot.local_rank
-                if key in self._empty and key not in starting:
-                    pending.append(slot)
+            for slots in self._host_assignments.values():
+                for slot in slots:
+                    key = slot.hostname, slot.local_rank
+                    if key in self._empty and key not in starting:
+                        pending.append(slot)
             return pending
 
         def _get_host_assignments(self, current_hosts: Any) -> Any:

@@ -61,7 +61,9 @@ class JobResult:
     @property
     def where_in_words(self) -> str:
         """For messages, e.g. "step 20, save"."""
-        step = f"step {self.global_step}" if self.global_step >= 0 else "before its first step"
+        step = "before its first step"
+        if self.global_step >= 0:
+            step = f"step {self.global_step}"
         return ", ".join(filter(None, [step, self.phase]))
 
     @property
@@ -69,7 +71,9 @@ class JobResult:
         """Exit cause without a traceback."""
         first, *rest = self.text.splitlines() or [f"exit code {self.exit_code}"]
         text = f"{first} {rest[-1].strip()}" if rest and first.endswith(":") else first
-        return f"{text} ({self.where_in_words})" if self.rank >= 0 or self.global_step >= 0 else text
+        if self.rank >= 0 or self.global_step >= 0:
+            return f"{text} ({self.where_in_words})"
+        return text
 
 
 def rank_of(line: str) -> tuple[int, str] | None:
@@ -149,7 +153,9 @@ def without_init(num_ranks: int, reports: Reader, tensorflow: Collection[str], i
             f" 3, so each rank trains a model of its own: import ringtrain.hvd in place of horovod.tensorflow.keras"
         )
     if num_ranks > 1 and (reports.not_initialized or {*tensorflow} == {"alone"}):
-        why = "import ringtrain.hvd" if reports.not_initialized else "load TensorFlow without Horovod or MPI"
+        why = "load TensorFlow without Horovod or MPI"
+        if reports.not_initialized:
+            why = "import ringtrain.hvd"
         return (
             f"{num_ranks} ranks ran without meeting: they {why}, and none called hvd.init(). Unless they connect by"
             f" other means, each trained a model of its own: call ringtrain.hvd.init() first, or start one process"

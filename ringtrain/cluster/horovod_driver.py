@@ -161,7 +161,9 @@ def common_interfaces(settings: Any, hosts: Sequence[str], remote_hosts: Any = N
     if settings.nics:
         return set(settings.nics)
     hosts = list(dict.fromkeys(map(elastic_slots.host_of, hosts)))
-    others = driver_service.network.filter_local_addresses(hosts) if remote_hosts is None else remote_hosts
+    others = remote_hosts
+    if remote_hosts is None:
+        others = driver_service.network.filter_local_addresses(hosts)
     if not others:
         return set(driver_service.get_local_interfaces(settings))
     for host in others:

@@ -43,7 +43,9 @@ class Host:
             raise HostsError(f"got {shown(self.name)}, expected {EXPECTED_NAME}")
 
     def __str__(self) -> str:
-        return f"[{self.name}]:{self.slots}" if ":" in self.name else f"{self.name}:{self.slots}"
+        if ":" in self.name:
+            return f"[{self.name}]:{self.slots}"
+        return f"{self.name}:{self.slots}"
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:

@@ -157,7 +157,10 @@ def explain(plan: Plan) -> list[tuple[str, str]]:
         num_lines = text.count("\n")
         rows.append((f"file {path}", f"{num_lines} lines, written before the start"))
     for name, reason in plan.env_reasons.items():
-        setting = f"{name}={_value(plan.env[name])}" if name in plan.env else f"{name} unchanged"
+        if name in plan.env:
+            setting = f"{name}={_value(plan.env[name])}"
+        else:
+            setting = f"{name} unchanged"
         rows.append((setting, reason))
     rows += [(shlex.join(flag.words), flag.reason) for flag in plan.flags]
     if plan.command:

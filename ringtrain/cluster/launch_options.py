@@ -244,7 +244,9 @@ class LaunchOptions(
         if self.bind == "core" and self.threads < 1:
             raise LaunchError("got --bind core without --threads: give --threads N, the number of cores of each rank")
         self._check_launcher()
-        return self if self.ps is None and self.workers is None else self._with_roles()
+        if self.ps is None and self.workers is None:
+            return self
+        return self._with_roles()
 
     def _check_launcher(self) -> None:
         for group, launchers in ONLY_WITH.items():

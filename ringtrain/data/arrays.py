@@ -99,7 +99,10 @@ class Arrays(NumberedRows):
             part, numbers = (leaf[chosen], slice(None)) if in_place.is_large(leaf) else (leaf, chosen)
             sliceable = _sliceable(part, "numpy")
             rows = np.asarray(sliceable.convert_to_numpy(sliceable[numbers]))
-            content = "\0".join(map(str, rows.flat)).encode() if rows.dtype.kind == "O" else rows.tobytes()
+            if rows.dtype.kind == "O":
+                content = "\0".join(map(str, rows.flat)).encode()
+            else:
+                content = rows.tobytes()
             checksum = zlib.crc32(content, zlib.crc32(f"{rows.dtype}{rows.shape}".encode(), checksum))
         return checksum
 
@@ -322,7 +325,9 @@ def _rows_of(nest: Any, numbers: Any, large: Sequence[Any]) -> Any:
             return next(of_large)
         if isinstance(leaf, np.ndarray):
             return tf.convert_to_tensor(leaf[numbers])
-        return None if leaf is None or isinstance(leaf, list | tuple | dict) else tf.gather(leaf, numbers, axis=0)
+        if leaf is None or isinstance(leaf, list | tuple | dict):
+            return None
+        return tf.gather(leaf, numbers, axis=0)
 
     return keras.tree.traverse(of_leaf, nest)
 

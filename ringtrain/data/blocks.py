@@ -31,7 +31,9 @@ class Block(NamedTuple):
         """Name of the block in messages."""
         if self.file.name.lower().endswith(IMAGES):
             return str(self.file)
-        return f"{self.file}: records from {self.number} on" if self.end else f"{self.file}: row group {self.number}"
+        if self.end:
+            return f"{self.file}: records from {self.number} on"
+        return f"{self.file}: row group {self.number}"
 
 
 class Files(Protocol):

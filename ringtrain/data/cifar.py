@@ -68,7 +68,10 @@ def _files(path: Path) -> Iterator[tuple[str, str, bytes]]:
         yield from _members(path)
         return
     for folder in (path / name for name in FOLDERS):
-        files = [file for file in sorted(folder.iterdir()) if BATCH.fullmatch(file.name)] if folder.is_dir() else []
+        if folder.is_dir():
+            files = [file for file in sorted(folder.iterdir()) if BATCH.fullmatch(file.name)]
+        else:
+            files = []
         for file in files:
             yield file.name, str(file), file.read_bytes()
         if files:
@@ -83,7 +86,9 @@ def _members(archive: Path) -> Iterator[tuple[str, str, bytes]]:
     with tarfile.open(archive) as tar:
         for member in tar:
             name = Path(member.name).name
-            file = tar.extractfile(member) if member.isfile() and BATCH.fullmatch(name) else None
+            file = None
+            if member.isfile() and BATCH.fullmatch(name):
+                file = tar.extractfile(member)
             if file is not None:
                 yield name, f"{archive}: {member.name}", file.read()
         while tar.fileobj and tar.fileobj.read(2**20):  # gzip's checksum is at the very end

@@ -113,7 +113,10 @@ class Samples(Split):
             inputs, labels = tf.constant(self.inputs[:0] if large else self.inputs), tf.constant(self.labels)
 
         def batch_of(epoch: tf.Tensor, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            chosen = in_place.rows(large, numbers)[0] if large else tf.gather(inputs, numbers)
+            if large:
+                chosen = in_place.rows(large, numbers)[0]
+            else:
+                chosen = tf.gather(inputs, numbers)
             if seed is not None and self.padding:
                 draw = tf.stack([tf.constant(seed, tf.int64), epoch])
                 chosen = augment.shifted(chosen, numbers, len(self), self.padding, draw)
@@ -160,9 +163,9 @@ def checked(name: str, train: tuple[Any, Any], test: tuple[Any, Any], num_classe
         if labels.ndim == 2 and labels.shape[1] == 1:
             labels = labels[:, 0]
         if labels.ndim != 1 or labels.size == 0 or inputs.shape[:1] != labels.shape:
-            one_hot = (
-                ": for one-hot labels use np.argmax(labels, axis=1), for others --model.loss" if labels.ndim > 1 else ""
-            )
+            one_hot = ""
+            if labels.ndim > 1:
+                one_hot = ": for one-hot labels use np.argmax(labels, axis=1), for others --model.loss"
             raise DataError(
                 f"{name}: {split} data: got inputs of shape {inputs.shape} and labels of shape {labels.shape}, expected"
                 f" one integer class per sample, shape {inputs.shape[:1]}, and at least one sample{one_hot}"

@@ -103,7 +103,9 @@ def arguments_of(name: str, result: Any) -> FitArguments:
 
 def _kind(result: Any) -> str:
     kind = type(result).__name__
-    return f"a {kind} of {len(result)}" if isinstance(result, tuple | list) else kind
+    if isinstance(result, tuple | list):
+        return f"a {kind} of {len(result)}"
+    return kind
 
 
 def _is_batches(x: Any) -> bool:

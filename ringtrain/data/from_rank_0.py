@@ -93,7 +93,10 @@ def read_on_rank_0(read: Callable[[], Any]) -> Any:
         try:
             result = read()
         except Exception as error:
-            said = str(error) if isinstance(error, RingtrainError) else f"{type(error).__name__}: {error}"
+            if isinstance(error, RingtrainError):
+                said = str(error)
+            else:
+                said = f"{type(error).__name__}: {error}"
             failure = f"rank 0 cannot read its batches: {said}"
     result, failure = hvd.broadcast_object((result, failure), root_rank=0, name="ringtrain_of_rank_0")
     if failure:

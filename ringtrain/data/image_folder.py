@@ -33,10 +33,15 @@ def image_folder(config: DataConfig) -> DataSet:
     def split(folder: Path, augment: bool) -> Images:
         import tensorflow as tf
 
-        files = [[os.fsencode(path) for path in pictures(folder / name)] for name in classes]
+        files: list[bytes] = []
+        counts = []
+        for name in classes:
+            of_class = [os.fsencode(path) for path in pictures(folder / name)]
+            files += of_class
+            counts.append(len(of_class))
         with tf.device("CPU"):
-            paths = tf.constant([path for of_class in files for path in of_class])
-            labels = tf.constant(np.repeat(np.arange(len(files)), [len(of_class) for of_class in files]))
+            paths = tf.constant(files)
+            labels = tf.constant(np.repeat(np.arange(len(classes)), counts))
 
         def read(number: tf.Tensor) -> tf.data.Dataset:
             file = tf.data.Dataset.from_tensors(number)

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ringtrain.data.arrays import Arrays, NoSamples, NumberedRows
 from ringtrain.data.dataset import Split
@@ -19,18 +19,22 @@ from ringtrain.data.records import RecordRows, Records
 from ringtrain.data.streams import Stream, first_part, num_rows
 from ringtrain.errors import DataError
 
-if TYPE_CHECKING:
-    pass
-
 
 def shapes_of(train: NumberedRows | Stream) -> tuple[Any, int]:
     """Shapes of a sample's inputs, in their nest, and the number of columns of its targets, 0 if these are a nest."""
     import keras
     import tensorflow as tf
 
-    batch = train.dataset.element_spec if isinstance(train, Stream) else train.rows(0, min(2, len(train)))
+    if isinstance(train, Stream):
+        batch = train.dataset.element_spec
+    else:
+        batch = train.rows(0, min(2, len(train)))
     x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    num_targets = (y.shape[-1] or 0 if len(y.shape) > 1 else 1) if hasattr(y, "shape") else 0
+    num_targets = 0
+    if hasattr(y, "shape"):
+        num_targets = 1
+        if len(y.shape) > 1:
+            num_targets = y.shape[-1] or 0
     return tf.nest.map_structure(lambda leaf: tuple(leaf.shape[1:]), x), num_targets
 
 

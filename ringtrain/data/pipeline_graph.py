@@ -81,7 +81,10 @@ def state_of(function: Any) -> str:
     from tensorflow.python.framework import op_def_registry
 
     graph = function.graph.as_graph_def()
-    for node in (*graph.node, *(node for called in graph.library.function for node in called.node_def)):
+    nodes = [*graph.node]
+    for called in graph.library.function:
+        nodes += called.node_def
+    for node in nodes:
         definition = op_def_registry.get(node.op)
         if PYTHON.fullmatch(node.op):
             return "a Python function"
@@ -137,8 +140,11 @@ def _layer_or_operation(node: Any) -> str:
 
 
 def _functions_of(node: Any) -> list[str]:
-    values = node.attr.values()
-    return [name for value in values for name in (value.func.name, *(one.name for one in value.list.func)) if name]
+    names = []
+    for value in node.attr.values():
+        names.append(value.func.name)
+        names += [function.name for function in value.list.func]
+    return [name for name in names if name]
 
 
 def _nodes_of(names: Iterable[str], functions: Any) -> Iterator[Any]:
@@ -154,7 +160,9 @@ def _number(nodes: Any, name: str) -> int:
     import tensorflow as tf
 
     node = nodes.get(name.partition(":")[0].removeprefix("^"))
-    return int(tf.make_ndarray(node.attr["value"].tensor)) if node is not None and node.op == "Const" else -1
+    if node is not None and node.op == "Const":
+        return int(tf.make_ndarray(node.attr["value"].tensor))
+    return -1
 
 
 def _checksum_of_variables(graph: Any) -> int:

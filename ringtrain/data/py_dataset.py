@@ -64,7 +64,10 @@ class PyDatasetStream(Stream):
         with _seeded(self.seed, epoch, 0):
             self.source.on_epoch_begin()
         draw = np.random.default_rng([self.seed, epoch])
-        order = draw.permutation(self.num_batches) if self.shuffle else np.arange(self.num_batches)
+        if self.shuffle:
+            order = draw.permutation(self.num_batches)
+        else:
+            order = np.arange(self.num_batches)
         self._epoch, self.numbers = epoch, order[first_step:].tolist()
         if isinstance(self.division, RowsOfPyDataset):
             self.division.begin_epoch(int(draw.integers(self.num_batches)), self.parts)
@@ -150,7 +153,9 @@ class RowsOfPyDataset:
         return is_as_long and same(rows, parts.cut(whole)[1]), int(fingerprint(whole))
 
     def _num_rows(self, number: int) -> int:
-        return self._last if number == self.stream.num_batches - 1 else self.stream.batch_size
+        if number == self.stream.num_batches - 1:
+            return self._last
+        return self.stream.batch_size
 
     def _made(self, number: int, parts: Parts) -> tuple[Header, Any]:
         import keras
@@ -165,7 +170,10 @@ class RowsOfPyDataset:
                     f"ringtrain.fit: rows({number}, {begin}, {end}) of the PyDataset returned {num_rows(part)} rows,"
                     f" expected {end - begin}"
                 )
-        joined = keras.tree.map_structure(lambda *leaves: np.concatenate(leaves), *made) if len(made) > 1 else made[0]
+        if len(made) > 1:
+            joined = keras.tree.map_structure(lambda *leaves: np.concatenate(leaves), *made)
+        else:
+            joined = made[0]
         of_batch = float((self._fingerprint + number) % MODULUS)
         return Header(parts.shares(size), [end - begin for begin, end in bounds], of_batch), joined
 

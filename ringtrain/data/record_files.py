@@ -82,6 +82,8 @@ def _kind_of(file: DataFile) -> str:
     if tar_files.is_header(begin):
         return "tar"
     if not tfrecords.length_fits(begin[: tfrecords.HEADER]):
-        problem = "is compressed with gzip: write it without" if begin.startswith(GZIP) else "is of no known kind"
+        problem = "is of no known kind"
+        if begin.startswith(GZIP):
+            problem = "is compressed with gzip: write it without"
         raise DataError(f"{file}: {problem}: expected Parquet, Arrow, TFRecord, tar or images")
     return "TFRecord"

@@ -103,7 +103,9 @@ class Records:
         self.transform = transform
         self.parts = [*_parts_of(self.nest)]
         self.columns = sorted({name for part in self.parts for name in _names_in(part)})
-        kept = RangeCache(_folder_in(cache), int(cache_gb * 2**30), time.time()) if cache else None
+        kept = None
+        if cache:
+            kept = RangeCache(_folder_in(cache), int(cache_gb * 2**30), time.time())
         self.unreadable = Unreadable(on_error == "skip")
         random_state = random.getstate()
         try:
@@ -276,7 +278,9 @@ class RecordRows(NumberedRows):
     def plan(self) -> dict[str, str]:
         records = self.records
         num_files = len({block.file for block in records.blocks})
-        lanes = f", {min(records.lanes, len(records.blocks))} of them at once" if self.shuffle is True else ""
+        lanes = ""
+        if self.shuffle is True:
+            lanes = f", {min(records.lanes, len(records.blocks))} of them at once"
         files = f"{num_files:,} of {records.files.kind}, {len(records.blocks):,} blocks{lanes}"
         return {"files": files, "made by": "each rank, its rows alone"}
 
@@ -403,7 +407,9 @@ def _filled(nest: Any, values: Iterator[Any]) -> Any:
     """The nest with the next value in place of each of its parts."""
     if isinstance(nest, Mapping):
         return {name: _filled(part, values) for name, part in nest.items()}
-    return tuple(_filled(part, values) for part in nest) if isinstance(nest, tuple) else next(values)
+    if isinstance(nest, tuple):
+        return tuple(_filled(part, values) for part in nest)
+    return next(values)
 
 
 def _joined(part: Any, columns: Columns) -> NDArray[Any]:
@@ -413,8 +419,14 @@ def _joined(part: Any, columns: Columns) -> NDArray[Any]:
     values = [columns[name] for name in _names_in(part)]
     joined = values[0]
     if isinstance(part, list):
-        matrices = [one if one.ndim > 1 else one[:, None] for one in values]
-        if len({(one.dtype.kind == "O", one.shape[1:-1]) for one in matrices}) > 1:
+        matrices = []
+        for column in values:
+            if column.ndim == 1:
+                column = column[:, None]
+            matrices.append(column)
+        if len({(matrix.dtype.kind == "O", matrix.shape[1:-1]) for matrix in matrices}) > 1:
             raise DataError(f"ringtrain.Records: columns {', '.join(part)} cannot be one array: name them in a dict")
         joined = np.concatenate(matrices, -1)
-    return joined.astype(keras.config.floatx()) if joined.dtype.kind == "f" else joined
+    if joined.dtype.kind == "f":
+        return joined.astype(keras.config.floatx())
+    return joined

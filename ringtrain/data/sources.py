@@ -73,7 +73,9 @@ def _keras_download(config: DataConfig, keras_name: str) -> DataSet:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one rank downloads, the others use its files
             train, test = getattr(keras.datasets, keras_name).load_data()
     except Exception as error:  # Keras raises any error of its downloader, even a bare Exception
-        package = ", or install dataset-fashion-mnist" if config.name == "fashion-mnist" else ""
+        package = ""
+        if config.name == "fashion-mnist":
+            package = ", or install dataset-fashion-mnist"
         raise DataError(
             f"{config.name}: not on this host, and the download failed ({error}): give the directory of its"
             f" four IDX files with --data.dir{package}"
@@ -112,7 +114,9 @@ def records(config: DataConfig) -> FitArguments:
         if not given:
             raise ConfigError(f"data.{option}: expected it with data.name records")
     inputs = list(config.inputs) if len(config.inputs) > 1 else config.inputs[0]
-    transform = imported("data.transform", config.transform) if config.transform else None
+    transform = None
+    if config.transform:
+        transform = imported("data.transform", config.transform)
 
     def of(urls: tuple[str, ...], class_names: Sequence[str] | None) -> Records:
         more: dict[str, Any] = {"transform": transform, "cache": config.cache, "on_error": config.on_error}
@@ -161,7 +165,9 @@ def read_idx(path: Path, num_dimensions: int) -> NDArray[np.uint8]:
     shape = struct.unpack(f">{num_dimensions}I", content[4:header])
     if len(content) != header + math.prod(shape):
         expected = header + math.prod(shape)
-        problem = "truncated" if len(content) < expected else "longer than its header says"
+        problem = "longer than its header says"
+        if len(content) < expected:
+            problem = "truncated"
         raise DataError(f"{path}: {problem}: got {len(content)} bytes, expected {expected}: download the file again")
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 

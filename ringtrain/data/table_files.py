@@ -54,7 +54,10 @@ class TableFiles:
         for file, schema in self.schemas.items():
             for name in self.columns:
                 if schema.names.count(name) != 1:
-                    problem = f"column {name} twice" if name in schema.names else f"no column {name}"
+                    if name in schema.names:
+                        problem = f"column {name} twice"
+                    else:
+                        problem = f"no column {name}"
                     raise DataError(f"{file}: has {problem}: it has {', '.join(schema.names)}")
                 kind = schema.field(name).type
                 if _decoded(kind) != _decoded(self._types[name]):
@@ -92,7 +95,9 @@ def _decoded(kind: Any) -> Any:
         return "list", kind.list_size, _decoded(kind.value_type)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return "list", _decoded(kind.value_type)
-    return "text" if pa.types.is_string(kind) or pa.types.is_large_string(kind) else kind
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return "text"
+    return kind
 
 
 def _is_binary(kind: Any) -> bool:

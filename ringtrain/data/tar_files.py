@@ -94,12 +94,15 @@ def index(file: DataFile) -> str:
     rows = _scanned(file)
     if not rows:
         raise DataError(f"{file}: has no row")
-    for member in (member for row in rows for member in row.values()):
-        if member.name.split() != [member.name]:
-            raise DataError(f"{file}: {member.name!r} has a space, which an index cannot have: rename it")
-    fields = [[(member.column, member.begin, member.length, member.name) for member in row.values()] for row in rows]
-    lines = [" ".join(str(value) for field in of_row for value in field) for of_row in fields]
-    return "\n".join([f"{VERSION} {len(rows)}", *lines, ""])
+    lines = [f"{VERSION} {len(rows)}"]
+    for row in rows:
+        fields = []
+        for member in row.values():
+            if member.name.split() != [member.name]:
+                raise DataError(f"{file}: {member.name!r} has a space, which an index cannot have: rename it")
+            fields.append(f"{member.column} {member.begin} {member.length} {member.name}")
+        lines.append(" ".join(fields))
+    return "\n".join([*lines, ""])
 
 
 def _positions(file: DataFile) -> list[int]:

@@ -56,10 +56,12 @@ class TFRecordFiles(ScannedFiles):
                 raise DataError(f"ringtrain.Records: feature {name} is {feature}, expected a FixedLenFeature")
 
     def types(self) -> dict[str, str]:
-        return {
-            name: f"{feature.dtype.name} {list(feature.shape)}" if feature.shape else feature.dtype.name
-            for name, feature in sorted(self._known.items())
-        }
+        types = {}
+        for name, feature in sorted(self._known.items()):
+            types[name] = feature.dtype.name
+            if feature.shape:
+                types[name] += f" {list(feature.shape)}"
+        return types
 
     def read(self, block: Block) -> Columns:
         import tensorflow as tf
@@ -83,7 +85,10 @@ class TFRecordFiles(ScannedFiles):
         except tf.errors.OpError as error:
             data_files.check_unchanged(block.file)  # one that has changed may look damaged
             problem = f"{block.name} cannot be read: {_in_one_line(error)}"
-            kind = self.damaged(block, problem) if isinstance(error, tf.errors.DataLossError) else DataError(problem)
+            if isinstance(error, tf.errors.DataLossError):
+                kind = self.damaged(block, problem)
+            else:
+                kind = DataError(problem)
             raise kind from error
         data_files.check_unchanged(block.file)
         return texts

@@ -205,7 +205,9 @@ def starts_and_checksum(
     elif position != size:
         wrong = [number for number, header in enumerate(headers) if not length_fits(header)]
         number = wrong[0] if wrong else len(starts) - 1
-        problem = "corrupt length: the records after it cannot be located" if wrong else "the file ends within it"
+        problem = "the file ends within it"
+        if wrong:
+            problem = "corrupt length: the records after it cannot be located"
         unreadable.add(record_name(path, number), problem)
         del starts[number:]
     return np.array(starts, np.int64), checksum

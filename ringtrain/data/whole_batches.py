@@ -110,9 +110,8 @@ def _of_stream(
     if steps:
         dataset = dataset.take(steps)
     length = int(dataset.cardinality())
-    facts = (
-        f"{length} {[(spec.dtype, spec.shape) for spec in tf.nest.flatten(dataset.element_spec) if spec is not None]}"
-    )
+    specs = [spec for spec in tf.nest.flatten(dataset.element_spec) if spec is not None]
+    facts = f"{length} {[(spec.dtype, spec.shape) for spec in specs]}"
     result = WholeBatches(dataset=dataset, checksum=zlib.crc32(facts.encode()))
 
     def note(number: NDArray[Any], content: NDArray[Any]) -> NDArray[Any]:

@@ -46,7 +46,10 @@ def average_moving_statistics(model: keras.Model, not_averaged: Sequence[str] = 
     num_models = horovod.size() * num_copies(model)
     if not variables or num_models == 1:
         return
-    local = [np.sum([copy.numpy() for copy in copies_of(v)], axis=0, dtype=np.float64) for v in variables]
+    local = []
+    for variable in variables:
+        copies = [copy.numpy() for copy in copies_of(variable)]
+        local.append(np.sum(copies, axis=0, dtype=np.float64))
     # In float64, so that the order of additions is rounded away for any number of ranks.
     with tf.device(CPU):
         flat = tf.constant(np.concatenate([values.reshape(-1) for values in local]))
@@ -63,12 +66,12 @@ def moving_statistics(model: keras.Model, not_averaged: Sequence[str] = ()) -> l
         model: Built model.
         not_averaged: Paths of weights to exclude; `*` matches any characters.
     """
-    return [
-        variable
-        for variable in weights_of_one_rank(model)
-        if keras.backend.is_float_dtype(variable.dtype)
-        and not any(fnmatchcase(variable.path, pattern) for pattern in not_averaged)
-    ]
+    averaged = []
+    for variable in weights_of_one_rank(model):
+        is_excluded = any(fnmatchcase(variable.path, pattern) for pattern in not_averaged)
+        if keras.backend.is_float_dtype(variable.dtype) and not is_excluded:
+            averaged.append(variable)
+    return averaged
 
 
 def weights_of_one_rank(model: keras.Model) -> list[Any]:
@@ -80,13 +83,17 @@ def weights_of_one_rank(model: keras.Model) -> list[Any]:
     if is_shared(model):
         return []
     synchronized = synchronized_layers(model)
-    equal = {id(variable) for layer in synchronized for variable in non_trainable_variables_made_by(layer)}
+    equal: set[int] = set()
+    for layer in synchronized:
+        equal |= {id(variable) for variable in non_trainable_variables_made_by(layer)}
     return [variable for variable in layers_own_variables(model) if id(variable) not in equal]
 
 
 def layers_own_variables(model: keras.Model) -> list[Any]:
     """Weights that layers create as non-trainable, also those of synchronized batch normalization."""
-    made = {id(variable) for layer in layers_of(model) for variable in non_trainable_variables_made_by(layer)}
+    made: set[int] = set()
+    for layer in layers_of(model):
+        made |= {id(variable) for variable in non_trainable_variables_made_by(layer)}
     return [variable for variable in model.weights if id(variable) in made]
 
 
@@ -119,7 +126,9 @@ def global_seed(create: bool = False) -> list[Any]:
         random.setstate(state)
         if horovod.size() > 1:  # else the next layer with a seed would get the same one
             generator.state.assign(generator.state + np.array([1, 0], generator.state.dtype))
-    return [] if generator is None else [generator.state]
+    if generator is None:
+        return []
+    return [generator.state]
 
 
 def forget_global_seed() -> None:
@@ -235,7 +244,9 @@ def _sum_over_ranks(values: Any, device: str, share: Any) -> Any:
             # The optimizer weighs this rank's gradients by its own share, also those of the other ranks' losses.
             weighted = upstream if share is None else upstream * share
             total = horovod.allreduce(weighted, name=f"{name}_gradient", **options)
-            return total if share is None else tf.math.divide_no_nan(total, share)
+            if share is None:
+                return total
+            return tf.math.divide_no_nan(total, share)
 
         return horovod.allreduce(vector, name=name, **options), gradient
 

@@ -144,8 +144,14 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if not logs or horovod.size() == 1:
             return
-        train = _num_samples(self.model) if self._train_samples is None else self._train_samples
-        validation = 1.0 if self._validation_samples is None else self._validation_samples
+        if self._train_samples is None:
+            train = _num_samples(self.model)
+        else:
+            train = self._train_samples
+        if self._validation_samples is None:
+            validation = 1.0
+        else:
+            validation = self._validation_samples
         numbers = {name: np.asarray(value) for name, value in sorted(logs.items())}
         values = {name: value.astype(np.float64) for name, value in numbers.items() if value.dtype.kind in "fiub"}
         parts = []

@@ -121,7 +121,9 @@ def tensor_of(value: Any) -> Any:
 
 def device_of(value: Any) -> str:
     """Device of a collective: the CPU for arrays and numbers, which are on the host; "" lets TensorFlow decide."""
-    return "" if tf.is_tensor(value) or isinstance(value, keras.Variable) else CPU
+    if tf.is_tensor(value) or isinstance(value, keras.Variable):
+        return ""
+    return CPU
 
 
 def refuse_xla() -> None:
@@ -136,7 +138,9 @@ def refuse_xla() -> None:
 def copies_of(variable: Any) -> tuple[Any, ...]:
     """TensorFlow variables of a variable: one, or one per copy of the model under a `tf.distribute` strategy."""
     value = tensor_of(variable)
-    return tuple(value.values) if isinstance(value, tf.distribute.DistributedValues) else (value,)
+    if isinstance(value, tf.distribute.DistributedValues):
+        return tuple(value.values)
+    return (value,)
 
 
 def part_of(variable: Any) -> Any:
@@ -338,7 +342,10 @@ def scatter_bytes(rows: Sequence[NDArray[np.uint8]] | None, length: int, name: s
     """
     size, received = horovod.size(), np.empty(length, np.uint8)
     for begin, end in _pieces(length, size):
-        sent = received[:0] if rows is None else np.concatenate([row[begin:end] for row in rows])
+        if rows is None:
+            sent = received[:0]
+        else:
+            sent = np.concatenate([row[begin:end] for row in rows])
         received[begin:end] = _exchange(sent, [0 if rows is None else end - begin] * size, name)
     return received
 
@@ -376,7 +383,9 @@ def broadcast_variables(
         sent_as = _BROADCAST_AS.get(tensor.dtype)
         bits = tensor if sent_as is None else tf.bitcast(tensor, sent_as)
         received = horovod.broadcast(bits, root_rank, name=name, ignore_name_scope=True, process_set=process_set)
-        return received if sent_as is None else tf.bitcast(received, tensor.dtype)
+        if sent_as is None:
+            return received
+        return tf.bitcast(received, tensor.dtype)
 
     @tf.function(autograph=False)
     def send() -> list[tf.Tensor]:

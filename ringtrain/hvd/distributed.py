@@ -34,7 +34,9 @@ def distribute(
     """
     base = type(optimizer)
     if mixin is None:
-        mixin = _DistributedMulti if isinstance(optimizer, keras.optimizers.MultiOptimizer) else Distributed
+        mixin = Distributed
+        if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+            mixin = _DistributedMulti
     if backward_passes > 1:
         _accumulate(optimizer, backward_passes)
     attributes = {
@@ -194,7 +196,9 @@ class _Reducing(keras.optimizers.Optimizer):
     @property
     def no_loss_scale(self) -> str:
         """Name of the feature that forbids loss scaling, whose steps may be skipped; "" if none does."""
-        return name_of(self.reduction.compression) if self.reducer and self.reducer.has_state else ""
+        if self.reducer and self.reducer.has_state:
+            return name_of(self.reduction.compression)
+        return ""
 
     @property
     def reducer(self) -> Reducer | None:
@@ -229,8 +233,14 @@ class _Reducing(keras.optimizers.Optimizer):
         share = getattr(self.reduction, "share", None)
         if share is None or self._reduced_before:
             return grads
-        pairs = zip(grads, self._trainable_variables if variables is None else variables, strict=True)
-        return [grad if grad is None or self.is_local(variable) else scaled(grad, share) for grad, variable in pairs]
+        if variables is None:
+            variables = self._trainable_variables
+        weighted = []
+        for gradient, variable in zip(grads, variables, strict=True):
+            if gradient is not None and not self.is_local(variable):
+                gradient = scaled(gradient, share)
+            weighted.append(gradient)
+        return weighted
 
     def add_state(self) -> None:
         """Adds the variables that the reduction keeps from step to step to a built optimizer."""
@@ -265,11 +275,11 @@ class _Reducing(keras.optimizers.Optimizer):
         local = [self.is_local(variable) for variable in variables]
         begin = getattr(self.reduction, "compression_start_step", 0)
         if begin:
-            compressed, whole = (
-                lambda reduction=reduction: reduction(grads, variables, local)
-                for reduction in (self.reduction, self.reduction.uncompressed)
+            reduced = tf.cond(
+                self.iterations >= begin,
+                lambda: self.reduction(grads, variables, local),
+                lambda: self.reduction.uncompressed(grads, variables, local),
             )
-            reduced = tf.cond(self.iterations >= begin, compressed, whole)
         else:
             reduced = self.reduction(grads, variables, local)
         PLACE.note("reduced", reduced)
@@ -337,7 +347,10 @@ class Distributed(_Reducing):
 
     def _clip_gradients(self, grads: Any) -> Any:
         self._reached.append("hook")
-        reduced = grads if self._reduced_before else self.reduce(grads, self._updated_variables)
+        if self._reduced_before:
+            reduced = grads
+        else:
+            reduced = self.reduce(grads, self._updated_variables)
         if self.gradient_norm is not None:
             self.gradient_norm.note(lambda: _norm(reduced))
         return super()._clip_gradients(reduced)

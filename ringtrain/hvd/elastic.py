@@ -215,7 +215,10 @@ class SharedKerasState(KerasState):
         progress = allgather_object(own, name="ringtrain_progress")
         root = progress.index(max(progress))
         # If the rank ahead is lost while it sends, the others continue as they were: a step behind, or new.
-        behind = [keras.ops.convert_to_numpy(one) for one in self._variables()] if own < progress[root] else []
+        if own < progress[root]:
+            behind = [keras.ops.convert_to_numpy(one) for one in self._variables()]
+        else:
+            behind = []
         try:
             broadcast_model(self.model, root, optimizer=self.optimizer)
             self._bcast_object = functools.partial(broadcast_object, root_rank=root)

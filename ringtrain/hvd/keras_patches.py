@@ -63,7 +63,9 @@ def _finite_on_all_ranks(check_finite: Any) -> Any:
 
     def finite_everywhere(self: Any, grads: Any) -> Any:
         finite = check_finite(self, grads)
-        return innermost(self).agree_on_finite(finite) if distributed(self) else finite
+        if distributed(self):
+            return innermost(self).agree_on_finite(finite)
+        return finite
 
     finite_everywhere.before_ringtrain = check_finite  # type: ignore[attr-defined]
     return finite_everywhere
@@ -270,7 +272,10 @@ def jit_gradients(model: keras.Model) -> None:
     @tf.function(jit_compile=True, reduce_retracing=True, autograph=False)
     def forward_and_backward(x: Any, y: Any, sample_weight: Any) -> Any:
         with tf.GradientTape() as tape:
-            outputs = model(x, training=True) if model._call_has_training_arg else model(x)
+            if model._call_has_training_arg:
+                outputs = model(x, training=True)
+            else:
+                outputs = model(x)
             loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True)
             scaled = model.optimizer.scale_loss(loss)
         return outputs, loss, tape.gradient(scaled, model.trainable_weights)

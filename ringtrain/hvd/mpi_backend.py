@@ -153,7 +153,9 @@ def allreduce(
             operation = {Min: "MIN", Max: "MAX", Product: "PROD"}.get(op, "SUM")
             world.comm.Allreduce(np.array(values, order="C"), total, getattr(world.mpi, operation))
         factor = postscale_factor / (world.comm.size if op == Average else 1)
-        return total if factor == 1.0 else np.asarray(total * factor, total.dtype)
+        if factor == 1.0:
+            return total
+        return np.asarray(total * factor, total.dtype)
 
     return _by_numpy(reduce, tensor, tensor.shape)
 

@@ -160,7 +160,10 @@ def _updates(
     """Arguments of `distribute` for local steps or divided slots; {}: every rank makes the whole, same update."""
     updates: dict[str, Any] = {}
     if local_steps != 1:
-        local = local_steps if isinstance(local_steps, LocalSteps) else LocalSteps(local_steps)
+        if isinstance(local_steps, LocalSteps):
+            local = local_steps
+        else:
+            local = LocalSteps(local_steps)
         refuse_local(optimizer, reduction, sharded)
         updates = {"mixin": LocalUpdates, "settings": {"local": local}}
     has_state = reduction.reducer and reduction.reducer.has_state
@@ -326,9 +329,14 @@ def _sum_sparse_in_one_order(tape: Any, options: Mapping[str, Any]) -> None:
     )
 
     def reduce(gradients: Any, sources: Any = None, *args: Any) -> list[Any]:
-        sparse = [index for index, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
-        dense = [None if index in sparse else gradient for index, gradient in enumerate(gradients)]
-        results = list(reduce_dense(dense, sources, *args)) if len(sparse) < len(dense) else dense
+        dense, sparse = list(gradients), []
+        for index, gradient in enumerate(gradients):
+            if isinstance(gradient, tf.IndexedSlices):
+                sparse.append(index)
+                dense[index] = None
+        results = dense
+        if len(sparse) < len(dense):
+            results = list(reduce_dense(dense, sources, *args))
         chosen = [gradients[index] for index in sparse]
         for index, result in zip(sparse, reduction._reduce(chosen, sparse, [False] * len(sparse)), strict=True):
             results[index] = result

@@ -65,7 +65,10 @@ def check_placement(device: str = "") -> None:
     expected = None if elastic else expectation(os.environ)
     report = (local, expected, ringtrain.__version__)
     with tf.device(CPU):
-        reports = horovod.allgather_object(report, name="ringtrain_placement") if horovod.size() > 1 else [report]
+        if horovod.size() > 1:
+            reports = horovod.allgather_object(report, name="ringtrain_placement")
+        else:
+            reports = [report]
     ranks, plans, versions = zip(*reports, strict=True)
     plan = next((each for each in plans if each is not None and each.hosts), None) or expected
     wrong = difference(plan or PlannedPlacement(local.size, source="the launcher"), ranks)

@@ -238,7 +238,10 @@ class Reduction:
     def means(self, tensors: list[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Reduces tensors that are no gradients, one by one or, if the order of additions is fixed, as one vector."""
         indices = range(len(tensors))
-        groups = by_dtype(indices, tensors) if self._as_one() else [[index] for index in indices]
+        if self._as_one():
+            groups = by_dtype(indices, tensors)
+        else:
+            groups = [[index] for index in indices]
         return self._in_groups(tensors, groups, name)
 
     def _in_groups(self, tensors: list[tf.Tensor], groups: Sequence[list[int]], name: str) -> list[tf.Tensor]:
@@ -358,7 +361,9 @@ def averaged_by_adasum(device: str, gpus: Sequence[Any], nccl: bool, local_size:
 def widened(tensor: tf.Tensor) -> tf.Tensor:
     """The tensor; in float32, if it is bfloat16."""
     # Horovod's allreduce does not support bfloat16; float32 represents all its values.
-    return tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
+    if tensor.dtype == tf.bfloat16:
+        return tf.cast(tensor, tf.float32)
+    return tensor
 
 
 def by_dtype(indices: Sequence[int], tensors: Sequence[Any]) -> list[list[int]]:

@@ -126,7 +126,10 @@ class PhaseTracker:
         flat = [tensor for tensor in tf.nest.flatten(tensors, expand_composites=True) if tf.is_tensor(tensor)]
         with tf.control_dependencies(flat):
             # The graph continues while a GPU's kernels still run; a copy of their result waits for them.
-            last = [tf.reshape(flat[0], [-1])[:1]] if flat and tf.config.list_logical_devices("GPU") else []
+            if flat and tf.config.list_logical_devices("GPU"):
+                last = [tf.reshape(flat[0], [-1])[:1]]
+            else:
+                last = []
         with tf.device("CPU:0"):
             with tf.control_dependencies([*flat, *(tf.identity(tensor) for tensor in last)]):
                 now_s = tf.timestamp()
@@ -308,7 +311,9 @@ class StepTimer(keras.callbacks.Callback):
     # ---- for the heartbeat ------------------------------------------------------------------------------------------
 
     def progress(self) -> Any:
-        of_script = self.script.progress() if self.script and self.tracker.phase == SCRIPT else None
+        of_script = None
+        if self.script and self.tracker.phase == SCRIPT:
+            of_script = self.script.progress()
         return self.clock.global_step, self.tracker.changes, self.tracker.moments(), of_script
 
     def fields(self) -> dict[str, Any]:

@@ -3,53 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
 from ringtrain import hvd
-from ringtrain.config import Config
-from ringtrain.errors import ConfigError, RunDirectoryError
+from ringtrain.errors import RunDirectoryError
 from ringtrain.monitor import trace
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
 
-HOROVODS = "HOROVOD_TIMELINE"
-"""environment variable that horovodrun --timeline-filename and ringtrain launch --timeline set"""
-STEPS = 1000
-"""number of recorded steps if only the variable is set; viewers do not open much larger files"""
 ROUNDS = 30
 FLUSH_S = 1.0
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-
-
-def resolved(config: Config, environ: MutableMapping[str, str] = os.environ) -> tuple[Config, str]:
-    """Number of steps to record, in a new configuration, and output file, "" for timeline.json in the run folder.
-
-    Call it before `hvd.init`, on every rank. It sets HOROVOD_TIMELINE=DYNAMIC, since Horovod would otherwise write rank
-    0's timeline to the file named there.
-    """
-    named = environ.get(HOROVODS, "")
-    named = "" if named == "DYNAMIC" else named
-    num_steps = config.tracking.timeline_steps or (STEPS if named else 0)
-    if num_steps:
-        if hvd.is_initialized() and environ.get(HOROVODS) != "DYNAMIC":
-            raise ConfigError(
-                "tracking.timeline_steps: Horovod was started in this process without a timeline: start a process of"
-                " its own for this run"
-            )
-        environ[HOROVODS] = "DYNAMIC"
-    tracking = dataclasses.replace(config.tracking, timeline_steps=num_steps)
-    return dataclasses.replace(config, tracking=tracking), os.path.abspath(named) if named else ""
 
 
 class Timeline:

@@ -93,7 +93,9 @@ def reason_of(log: Path, code: int) -> str:
     said = log.read_text(encoding="utf-8", errors="replace").rpartition("ringtrain: ")
     lines = [line.strip() for line in said[2].split("\n") if line.strip()] or [f"exit code {code}"]
     first = lines[0] if said[1] else lines[-1]
-    return f"{first} {lines[-1]}" if first.endswith(":") and len(lines) > 1 else first
+    if first.endswith(":") and len(lines) > 1:
+        return f"{first} {lines[-1]}"
+    return first
 
 
 Place = Mapping[str, tuple[int, ...]]

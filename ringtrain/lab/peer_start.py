@@ -60,7 +60,10 @@ def on_ranks(options: OneStart, train_args: Sequence[str]) -> None:
     end = End(folder, rank, options.limit_s)
     try:
         config = _enough(config_io.read(train_args), options)
-        trained = _by_hand(config, options, rank) if options.run else _ringtrain(config, options)
+        if options.run:
+            trained = _by_hand(config, options, rank)
+        else:
+            trained = _ringtrain(config, options)
     except KeyboardInterrupt:
         os._exit(128 + signal.SIGINT)  # not a failure of the peer
     except BaseException as error:

@@ -38,7 +38,9 @@ class Spread:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Any:
         """Converts a JSON object to a Spread if it is one, for json.loads."""
-        return cls(**value) if value.keys() == {"median", "p10", "p90", "repeats"} else value
+        if value.keys() == {"median", "p10", "p90", "repeats"}:
+            return cls(**value)
+        return value
 
     def times(self, factor: float) -> Spread:
         """Converts to another unit."""

@@ -65,7 +65,9 @@ def console() -> Console:
     """Console on standard output; without colors, control characters and line breaks unless that is a terminal."""
     from rich.console import Console
 
-    return Console() if sys.stdout.isatty() else Console(force_terminal=False, color_system=None, width=10_000)
+    if sys.stdout.isatty():
+        return Console()
+    return Console(force_terminal=False, color_system=None, width=10_000)
 
 
 def plain(text: str) -> str:

@@ -44,7 +44,9 @@ def application(name: str, input_shape: tuple[int, ...], num_classes: int) -> ke
             weights=None, input_shape=input_shape, classes=num_classes, classifier_activation=None, **options
         )
         # With `input_tensor`, Keras makes the input a list of one.
-        return keras.Model(model.inputs[0], model.outputs[0], name=model.name) if "input_tensor" in options else model
+        if "input_tensor" in options:
+            return keras.Model(model.inputs[0], model.outputs[0], name=model.name)
+        return model
     except ValueError as error:
         raise ConfigError(
             f"model.name: {name} cannot be built for samples of shape {input_shape}: {str(error).splitlines()[0]}"

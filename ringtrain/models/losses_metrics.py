@@ -105,12 +105,11 @@ def _own_loss(name: str) -> Any:
     loss = imported("model.loss", name)
     if isinstance(loss, keras.losses.Loss):
         return loss
-    arguments = inspect.signature(loss).parameters.values()
-    needed = [
-        one.name
-        for one in arguments
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]
+    needed = []
+    for argument in inspect.signature(loss).parameters.values():
+        is_any = argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
+        if argument.default is argument.empty and not is_any:
+            needed.append(argument.name)
     if len(needed) == 2 and not isinstance(loss, type):
         return loss
     if needed:

@@ -80,7 +80,9 @@ def resnet50(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
             residual = layers.ReLU()(_normalized_convolution(x, filters, 1))
             residual = layers.ReLU()(_normalized_convolution(residual, filters, 3, stride))
             residual = _normalized_convolution(residual, 4 * filters, 1, gamma="zeros")
-            shortcut = _normalized_convolution(x, 4 * filters, 1, stride) if block == 0 else x
+            shortcut = x
+            if block == 0:
+                shortcut = _normalized_convolution(x, 4 * filters, 1, stride)
             x = layers.ReLU()(layers.add([residual, shortcut]))
     return Model(inputs, _classifier(x, num_classes, initializers.RandomNormal(stddev=0.01)), name="resnet50")
 

@@ -60,7 +60,8 @@ class Times:
         if not steps:
             return cls()
         input_s, compute_s, callbacks_s, wait_s = (combine(part) for part in zip(*steps, strict=True))
-        step_s, own_s = combine([sum(step) for step in steps]), combine([sum(step[:3]) for step in steps])
+        step_s = combine([sum(step) for step in steps])
+        own_s = combine([sum(step[:3]) for step in steps])
         return cls(step_s, input_s, compute_s, callbacks_s, wait_s, own_s, len(steps))
 
 

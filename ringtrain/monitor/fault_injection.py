@@ -10,7 +10,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,19 +167,6 @@ def corrupt(path: Path) -> None:
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))
-
-
-def check_roles(faults: tuple[Fault, ...], servers: Sequence[int], workers: Sequence[int]) -> None:
-    """Raises ConfigError for a fault that the rank's role under parameter servers does not support."""
-    for fault in faults:
-        can: tuple[str, ...] = ("sigkill", "sigstop")
-        if fault.rank in workers:
-            can += ("exception", "exit", "slow")
-        if fault.mode not in can and fault.rank:
-            role = "worker" if fault.rank in workers else "server"
-            raise ConfigError(
-                f"chaos: got mode={fault.mode} for rank {fault.rank}, a {role}: expected {', '.join(can)}"
-            )
 
 
 def _step_of(fault: Fault, num_steps: int, steps_per_epoch: int) -> int:

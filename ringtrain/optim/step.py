@@ -64,6 +64,7 @@ class Step:
         self.fingerprint = tf.Variable(0.0, trainable=False, dtype=tf.float64)
         self._metric_of: dict[str, str] = {}
         """by the name of a log, the metric of which it is the result"""
+        # What a loss is divided by is summed over the parts of a batch: one for each rank, or those of `sums`.
         if sums is None:
             self._losses = LossWeights(model, hvd.size, sum_over_ranks, is_divided=hvd.size() > 1)
         else:
@@ -81,10 +82,12 @@ class Step:
         """
         self._is_divided = True
         self.has_header, self.has_empty_parts = has_header, has_empty_parts
+        # A variable, as the step may be traced once for all batches.
         if has_header and self.sums is None:
             self.share = tf.Variable(1.0, trainable=False, dtype=tf.float64)
 
     def __enter__(self) -> Step:
+        # Losses stay Keras' own unless they may count other than by the rows of a part.
         train_step.wrap(self.model, "ranks", self._around)
         if self.sums is None:
             self._losses.replace(self.share)
@@ -97,6 +100,7 @@ class Step:
         self._losses.restore()
 
     def _around(self, inner: train_step.TrainStep) -> train_step.TrainStep:
+        # Called again whenever a layer further inside changes: the step calls the newest one.
         self._inner = inner
         if self.sums is None:
             return self._of_this_rank
@@ -104,6 +108,7 @@ class Step:
 
     def _note(self, header: Header) -> None:
         """Adds a batch's fingerprint to that of all batches."""
+        # Times a number, so that the same batches in another order have another fingerprint.
         self.fingerprint.assign(tf.math.floormod(self.fingerprint * 31 + header.fingerprint, tf.int32.max))
 
     # ---- each rank has statistics, seeds and metrics of its own; the optimizer reduces ------------------------------
@@ -120,7 +125,10 @@ class Step:
         changed = self._changed_by_a_row() if self.has_empty_parts else []
         before = [tf.identity(variable.value) for variable in changed]
         with self._losses.in_step(self.share):
-            logs = self._logs_of(data) if changed and self.has_own else self._inner(data)
+            if changed and self.has_own:
+                logs = self._logs_of(data)
+            else:
+                logs = self._inner(data)
         for variable, value in zip(changed, before, strict=True):
             variable.assign(tf.where(self.share > 0, variable.value, value))  # type: ignore[operator]
         if changed and self.has_own:  # results without the placeholder row
@@ -130,6 +138,7 @@ class Step:
 
     def _changed_by_a_row(self) -> list[Any]:
         """Metrics, seeds and this rank's moving statistics."""
+        # Weights change by the reduced gradients alone, in which this rank's share is 0.
         weights = {id(variable) for variable in self.model.weights}
         seeds_and_metrics = [*self.model.variables, *self.model.metrics_variables]
         rest = {id(variable): variable for variable in seeds_and_metrics if id(variable) not in weights}
@@ -138,6 +147,7 @@ class Step:
     # ---- statistics, seeds and metrics are summed with the gradients -----------------------------------------------
 
     def _prepare_sums(self, sums: Sums) -> None:
+        # A step is undone by setting variables back, and this layer changes one that is trained as well.
         model = self.model
         for layer in layers_of(model):
             if isinstance(layer, keras.layers.SpectralNormalization):
@@ -145,6 +155,7 @@ class Step:
                     f"model.name: layer {layer.name} (SpectralNormalization) changes its kernel in the forward pass,"
                     " which elastic runs and virtual ranks cannot undo: leave it out"
                 )
+        # Floats become means over all rows; counters and seeds advance once in a step, whatever its number of parts.
         self.reduction = innermost(model.optimizer).reduction
         of_one_rank = hvd.weights_of_one_rank(model)
         self.moving = [variable for variable in of_one_rank if keras.backend.is_float_dtype(variable.dtype)]
@@ -153,13 +164,16 @@ class Step:
         self.metrics = list(model.metrics_variables)
         self.changed = [*hvd.layers_own_variables(model), *self.seeds, *self.metrics]
         """variables that a step changes before all of its sums are there"""
+        # What a step does besides its update would be done once for each part.
         self._effects: own_step.Effects | None = None
         if not sums.is_one_part:
             self._effects = own_step.Effects(model, [*self.moving, *self.counters, *self.seeds, *self.metrics])
+        # A step that updates by itself can be undone, but not divided: it would update once for each part.
         self.updates_itself = self.has_own and sums.is_one_part
-        self.weights = [] if self.updates_itself else list(model.trainable_weights)
+        self.weights = list(model.trainable_weights)
         """whose gradients are summed here"""
         if self.updates_itself:
+            self.weights = []
             changed = [*model.weights, *slots_of(model), *self.changed]
             self.changed = list({id(variable): variable for variable in changed}.values())
         self._before = [tf.Variable(variable.value, trainable=False) for variable in self.changed]
@@ -168,6 +182,7 @@ class Step:
 
     def undo(self) -> bool:
         """Returns to the end of the last complete step, if a reduction has failed; returns whether one has."""
+        # The variable is set in the graph, so that it tells how far a step has come that was interrupted anywhere.
         if not self._is_under_way:
             return False
         for variable, before in zip(self.changed, self._before, strict=True):
@@ -232,6 +247,7 @@ class Step:
 
     def _logs_of_all(self, logs: Mapping[str, Any], means: Sequence[Any]) -> Any:
         """Logs of a step of all ranks, given a part's, and the means over all rows of those that are no metrics."""
+        # Metrics have the sums of all rows now. Other numbers are known as means over the parts only.
         results = self.model.get_metrics_result()
         if not self.has_own:
             return results
@@ -252,12 +268,15 @@ class Step:
 
             def result() -> Any:
                 value = original()
-                by_name = value if isinstance(value, Mapping) else {metric.name: value}
+                by_name = value
+                if not isinstance(value, Mapping):
+                    by_name = {metric.name: value}
                 results.extend((of_metric, name) for name, of_metric in flat_logs(by_name).items())
                 return value
 
             return result
 
+        # A log is a metric's if it is the very tensor that `result` has returned: equal values would prove nothing.
         with divided.replaced([(metric, {"result": noting(metric)}) for metric in self.model.metrics]):
             logs = flat_logs(self._inner(rows))
         known = set(flat_logs(self.model.get_metrics_result()))
@@ -274,6 +293,7 @@ class Step:
 
         until_loss: The losses are enough; raises LossIsKnown as early as possible.
         """
+        # Each part starts from the same state, or its result would depend on how parts are distributed over ranks.
         for variable in [*self.moving, *self.counters]:
             variable.assign(before[id(variable)])
         for seed in self.seeds:
@@ -288,6 +308,8 @@ class Step:
             logs = self._logs_of(rows)
         if self._effects is not None:
             self._effects.refuse(begun)
+
+        # Values are read now: the next part overwrites the variables.
         means = []
         if self.has_own:
             means = [tf.cast(logs[name], tf.float64) for name in self._names_besides_metrics(logs)]
@@ -304,6 +326,7 @@ class Step:
     @contextlib.contextmanager
     def weighed(self, share: Any) -> Iterator[None]:
         """Context in which the optimizers weigh this rank's gradients."""
+        # A model may have several optimizers, as a GAN has, and each reduces its own gradients.
         reductions = [innermost(optimizer).reduction for optimizer in hvd.optimizers_of(self.model)]
         before = [reduction.share for reduction in reductions]
         for reduction in reductions:
@@ -326,11 +349,13 @@ def step_of_all_ranks(model: keras.Model, input_shape: Sequence[int], sums: Sums
         ConfigError: The model has a `train_step` of its own, a layer whose forward pass cannot be undone, or a metric
             that does not add to its state.
     """
+    # Rows are divided in front of Keras' step, whose parts are known: losses, metrics, one update.
     if train_step.is_own(model):
         raise ConfigError(
             f"model.name: {type(model).__name__} has a train_step of its own, which elastic runs and virtual ranks"
             " would not call: leave it to Keras"
         )
+    # A metric that is no sum over rows would be wrong from the second part on, without an error.
     batch = tf.zeros([2, *input_shape]), tf.zeros([2], tf.int64)
     model._symbolic_build(data_batch=batch)  # makes the metrics
     divided.refuse_metrics(model, batch)

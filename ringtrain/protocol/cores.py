@@ -52,7 +52,9 @@ def cores_of_job(local_size: int, environ: Mapping[str, str] = os.environ) -> in
     """Cores of this host that the job's ranks may use together: other jobs may have slots on it."""
     _, host_cores = count_cores()
     slots = int(environ.get(HOST_SLOTS, 0))
-    return host_cores * local_size // max(slots, local_size) if slots else host_cores
+    if slots:
+        return host_cores * local_size // max(slots, local_size)
+    return host_cores
 
 
 def count_cores(quota: Path = QUOTA) -> tuple[int, int]:

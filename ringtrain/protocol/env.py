@@ -54,7 +54,9 @@ STARTER = (
 def path_with_own(environ: Mapping[str, str] = os.environ) -> str:
     """PATH with the programs of this interpreter's environment first."""
     folder, path = str(Path(sys.executable).parent), environ.get("PATH", os.defpath)
-    return path if folder in path.split(os.pathsep) else f"{folder}{os.pathsep}{path}"
+    if folder in path.split(os.pathsep):
+        return path
+    return f"{folder}{os.pathsep}{path}"
 
 
 def is_activated(environ: Mapping[str, str] = os.environ) -> bool:

@@ -69,7 +69,10 @@ def report_failure(error: BaseException, rank: int, exit_code: int, with_traceba
 
 
 def failure_of(error: BaseException, rank: int, exit_code: int, with_traceback: bool, host: str = "") -> Failure:
-    text = "".join(traceback.format_exception(error)) if with_traceback else f"{type(error).__name__}: {error}"
+    if with_traceback:
+        text = "".join(traceback.format_exception(error))
+    else:
+        text = f"{type(error).__name__}: {error}"
     text = text if len(text) < 20_000 else f"{text[:10_000]}\n...\n{text[-10_000:]}"
     return Failure(rank, host or socket.gethostname(), time.time(), type(error).__name__, text.rstrip(), exit_code)
 

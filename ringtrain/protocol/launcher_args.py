@@ -43,7 +43,9 @@ def expectation(environ: Mapping[str, str], process: int = 0, proc: Path = Path(
     if planned and any(value != "slot" for value in policies):  # mpirun itself sets "slot" for `-map-by slot`
         planned = replace(planned, hosts=())
     if planned and (not size or planned.size in (0, size)):
-        return replace(planned, size=planned.size or size) if planned.size or size else None
+        if planned.size or size:
+            return replace(planned, size=planned.size or size)
+        return None
     return PlannedPlacement(size, source="the launcher") if size else None
 
 

@@ -61,7 +61,9 @@ class PlannedPlacement:
     def to_json(self) -> str:
         """Plan as JSON, without its hosts if they are too long for an environment variable."""
         text = json.dumps(asdict(self))
-        return text if len(text) < MAX_PLAN_LETTERS else json.dumps({"size": self.size, "source": self.source})
+        if len(text) < MAX_PLAN_LETTERS:
+            return text
+        return json.dumps({"size": self.size, "source": self.source})
 
     @classmethod
     def from_json(cls, text: str) -> PlannedPlacement:
@@ -100,7 +102,9 @@ def difference(expected: PlannedPlacement, ranks: Iterable[RankPlacement]) -> st
             same = actual_of.setdefault(name, rank.host) == rank.host
             reverse = planned_of.setdefault(rank.host, name) == name
             if not (same and reverse and named == name) or rank.local_rank not in (-1, local_rank):
-                local = f", local rank {rank.local_rank}" if rank.local_rank >= 0 else ""
+                local = ""
+                if rank.local_rank >= 0:
+                    local = f", local rank {rank.local_rank}"
                 rows.append((str(rank.rank), f"{name}, local rank {local_rank}", f"{rank.host}{local}"))
         first = taken.setdefault((rank.host, rank.device), rank.rank)
         if rank.device and first != rank.rank:
@@ -115,9 +119,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Rows in columns, as plain text; at most MAX_ROWS of them."""
     shown = [head, *rows[:MAX_ROWS]]
     widths = [max(len(row[column]) for row in shown) for column in range(len(head))]
-    lines = [
-        "  " + "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in shown
-    ]
+    lines = []
+    for row in shown:
+        cells = [word.ljust(width) for word, width in zip(row, widths, strict=True)]
+        lines.append("  " + "  ".join(cells).rstrip())
     if len(rows) > MAX_ROWS:
         lines.append(f"  ... and {len(rows) - MAX_ROWS} more")
     return "\n".join(lines)

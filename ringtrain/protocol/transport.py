@@ -150,7 +150,9 @@ class Wire:
 
     def _send(self, connection: _Connection) -> None:
         try:
-            sent = connection.socket.send(connection.to_send) if connection.to_send else 0
+            sent = 0
+            if connection.to_send:
+                sent = connection.socket.send(connection.to_send)
         except BlockingIOError:
             sent = 0
         except OSError:
@@ -162,7 +164,10 @@ class Wire:
 
     def _receive(self, connection: _Connection) -> list[dict[str, Any]]:
         length = self._next_letters(connection) + 1
-        missing = RECEIVE_BYTES if connection.knows_token else length - len(connection.received)
+        if connection.knows_token:
+            missing = RECEIVE_BYTES
+        else:
+            missing = length - len(connection.received)
         try:
             data = connection.socket.recv(missing)
         except BlockingIOError:

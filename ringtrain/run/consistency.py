@@ -78,7 +78,9 @@ def _path_of(module: str) -> Path | None:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError, AttributeError):
         return None  # reported where the module is imported
-    return Path(spec.origin) if spec and spec.origin and spec.has_location else None
+    if spec and spec.origin and spec.has_location:
+        return Path(spec.origin)
+    return None
 
 
 def git_revision(start: Path) -> str | None:

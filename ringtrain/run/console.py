@@ -207,11 +207,11 @@ def show_plan(
     placement = strategy.placement(numbers, process.pinning, hosts)
     rates = schedules.in_words(schedules.schedule_of(config, numbers), numbers.steps_per_epoch)
     of_numbers = in_words(config, numbers, len(strategy.of_others))
-    options = ", ".join(f"{name}={value}" for name, value in changed_options(config).items()) or "defaults"
     notes: dict[str, str] = {}
     for sentence in without_effect(config):
         key = "note".ljust(len("note") + len(notes))  # no row may have the key of another
         notes[key] = sentence
+    options = ", ".join(f"{name}={value}" for name, value in changed_options(config).items()) or "defaults"
     # The name of a strategy that no other row says, with what a user must know.
     name = config.strategy.name
     named: dict[str, str] = {}
@@ -241,7 +241,9 @@ def show_start(console: Console, process: Process, start: Start) -> None:
     for reason in start.refused:
         console.print(f"{'skipped':<14} {reason}", highlight=False, soft_wrap=True)
     if start.source:
-        unused = " (run.init_from has no effect)" if process.config.run.init_from else ""
+        unused = ""
+        if process.config.run.init_from:
+            unused = " (run.init_from has no effect)"
         _show_rows(console, {"resumes": f"after step {start.global_step:,}, from {start.source}{unused}"})
 
 
@@ -269,7 +271,9 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proo
     """Prints the result; what was verified (`proof`) comes last. `total_s`: from the start, with libraries and data."""
     skipped = summary.get("skipped_samples", 0)
     failed, restarts = summary["saves"]["failed"], summary["restarts"]
-    resume = "" if summary["config"]["run"]["resume"] in ("auto", "must") else " --run.resume auto"
+    resume = ""
+    if summary["config"]["run"]["resume"] not in ("auto", "must"):
+        resume = " --run.resume auto"
     stopped = f"by {summary['stopped_by']}; to resume, repeat the command with --run.name {folder.name}{resume}"
     if summary["stopped_by"] == "train.patience":
         watched = summary["config"]["train"]

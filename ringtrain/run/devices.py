@@ -43,7 +43,9 @@ class Pinning:
             memory = f"{self.memory_mb} MB"
         elif self.memory_fraction:
             memory = f"{self.memory_fraction:.0%} of its memory"
-        return f"{several}GPU, {memory}" if several else f"GPU {self.gpu}, {memory}"
+        if several:
+            return f"{several}GPU, {memory}"
+        return f"GPU {self.gpu}, {memory}"
 
 
 KERNEL_SETTINGS = ("TF_ENABLE_ONEDNN_OPTS", "ONEDNN_", "DNNL_", "XLA_FLAGS", "TF_XLA_FLAGS", "TF_CUDNN_", "NVIDIA_TF32")
@@ -255,8 +257,11 @@ def of_kernels(
     """Returns what decides which kernels compute: with others, results differ in the last bits."""
     import tensorflow as tf
 
-    facts = dict(line.split(":", 1) for line in cpuinfo.read_text().split("\n\n")[0].splitlines() if ":" in line)
-    facts = {name.strip(): text.strip() for name, text in facts.items()}
+    first_processor = cpuinfo.read_text().split("\n\n")[0]
+    facts = {}
+    for line in first_processor.splitlines():
+        name, _, text = line.partition(":")
+        facts[name.strip()] = text.strip()
     flags = facts.get("flags", facts.get("Features", ""))
     processor = f"{facts.get('model name', 'unknown')} (instructions with checksum {zlib.crc32(flags.encode()):08x})"
     if pinning.gpu is not None:

@@ -25,7 +25,9 @@ def train(run: RunContext) -> None:
     # The strategy makes the steps; it may prepare the next epoch's batches before this one ends.
     with run.strategy.training(run) as steps_of:
         for epoch, steps in training.epochs():
-            trained = steps_of(epoch, steps.start) if steps else iter(())
+            trained: Iterator[Mapping[str, Any]] = iter(())
+            if steps:
+                trained = steps_of(epoch, steps.start)
             for step in steps[:: run.model.steps_per_execution]:
                 training.begin_step(step)
                 logs = next(trained, None)

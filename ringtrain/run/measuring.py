@@ -210,13 +210,16 @@ def facts_of(model: keras.Model, num_threads: int) -> dict[str, Any]:
 
     num_threads: Of this rank.
     """
-    is_open_mpi = hvd.mpi_enabled() and "OMPI_COMM_WORLD_SIZE" in os.environ
-    yields = os.environ.get(YIELDING) == "1"
+    yields = None
+    if hvd.mpi_enabled() and "OMPI_COMM_WORLD_SIZE" in os.environ:
+        yields = os.environ.get(YIELDING) == "1"
+    if keras.distribution.list_devices("gpu"):
+        num_threads = 0
     return {
         "num_ranks": hvd.size(),
         "ranks_per_host": hvd.local_size(),
         "num_gradients": len(model.trainable_variables),
-        "threads": 0 if keras.distribution.list_devices("gpu") else num_threads,
+        "threads": num_threads,
         "nccl": bool(hvd.nccl_built()) and hvd.mpi_enabled(),
-        "yields": yields if is_open_mpi else None,
+        "yields": yields,
     }

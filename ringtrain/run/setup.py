@@ -89,7 +89,7 @@ def add_model(process: Process, job: Job, named: Named) -> None:
     keras.utils.clear_session()  # each run of a process gives its layers the same names, which checkpoints hold
     job.model = compiled_model(named, job.data_set, config, job.numbers, process.strategy, plan=job.plan)
     _check_own_fit(job.model, config)
-    if job.prepare:
+    if job.prepare:  # data without classes build the model by a batch of theirs
         job.prepare(job.model)
     # What its function has compiled is part of the job: ranks, and all runs of one name, have it in common.
     compiled = identity.of_compiled(job.model)  # by its own function, perhaps
@@ -165,7 +165,10 @@ def compiled_model(
         if config.model.split or config.model.micro_batches > 1:
             rows |= split_model(model, config)
         is_compiled, has_own = model.compiled, _has_own_optimizer(model, config)
-        optimizer = model.optimizer if has_own else optimizers.build(config, numbers, model)
+        if has_own:
+            optimizer = model.optimizer
+        else:
+            optimizer = optimizers.build(config, numbers, model)
     _set_layers(model, config)
     # Other seeds on each rank, so that its dropout differs; the same where ranks share this state.
     models.seed_by_rank(model, config.seed, 0 if strategy.shares_state else hvd.rank())
@@ -227,6 +230,7 @@ def _metrics(named: Named, config: Config, data_set: data.DataSet) -> list[Any]:
     """Metrics of a model that its function has not compiled, each once. Raises ConfigError for an unknown monitor."""
     from ringtrain.run import stopping
 
+    # A metric that comes by itself may be asked for, too. A monitor that is none of them would be waited for in vain.
     metrics = [*models.accuracy(config.model), *named.make_metrics()]
     metrics = list(dict.fromkeys(metrics))
     stopping.check_monitor(config.train.monitor, metrics, not data_set.train.has_classes)
@@ -286,6 +290,7 @@ def _check_split_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     """Raises ConfigError for an optimizer whose updates need whole weights, for a model that is split by columns."""
     from ringtrain import hvd
 
+    # hvd knows no options: the error of its function gets the option's name here.
     try:
         hvd.refuse_optimizer(optimizer)
     except ValueError as error:
@@ -296,6 +301,7 @@ def _check_own_fit(model: keras.Model, config: Config) -> None:
     """Raises ConfigError for a model that prepares its data in a `fit` of its own, which is not called here."""
     import keras
 
+    # The loop calls train_step: data that only this `fit` prepares would never reach it.
     if type(model).fit is not keras.Model.fit:
         raise ConfigError(
             f"model.name: {config.model.name} returns a {type(model).__name__}, which has a fit of its own: train it"
@@ -305,6 +311,7 @@ def _check_own_fit(model: keras.Model, config: Config) -> None:
 
 def _check_own_compile(config: Config, strategy: Strategy) -> None:
     """Raises ConfigError for options that a model with its own loss and metrics does not take."""
+    # These belong to a loss that is not used. With an option for the loss, the model is compiled again, with them.
     for option in ("model.metrics", "model.label_smoothing") if not config.model.loss else ():
         value = value_of(config, option)
         if value:
@@ -312,6 +319,7 @@ def _check_own_compile(config: Config, strategy: Strategy) -> None:
                 f"{option}: got {value}, but {config.model.name} compiles its own loss and metrics: compile it there,"
                 f" or replace the loss as well, by model.loss"
             )
+    # The number of ranks changes the learning rate, which is scaled from the configured one.
     if strategy.ranks_change:
         raise ConfigError(
             f"model.name: {config.model.name} returns a compiled model, whose learning rate an elastic run would not"

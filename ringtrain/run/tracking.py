@@ -193,7 +193,9 @@ def is_number(value: Any) -> bool:
 
 def _text(value: Any) -> str:
     """Text for a value that JSON cannot represent, such as that of a tensor of texts."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return str(value)
 
 
 def _records_until(path: Path, global_step: int) -> list[dict[str, Any]]:
@@ -336,6 +338,9 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
     def write() -> None:
         if not recorder:
             return
+        planned = None
+        if "learning rate" not in run.plan:
+            planned = curve(schedule_of(run.config, numbers))
         try:
             if "script" in summary:
                 weights = model_state.arrays_of(dict(enumerate(run.model.weights)))
@@ -348,9 +353,6 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
                 raise
         finally:
             write_summary(run.folder, summary)
-            planned = None
-            if "learning rate" not in run.plan:
-                planned = curve(schedule_of(run.config, numbers))
             draw_curves(run.folder, recorder.epochs, numbers.steps_per_epoch, planned)
 
     hvd.run_together(write)

@@ -105,13 +105,15 @@ class LoopOfScript(StepsOfScript):
             script_model.distribute(process, model.optimizers, "ringtrain.loop")
         self._build_optimizers()
         script_model.seed_by_rank(model, process.config.seed)
-        single = model.models[0] if len(model.models) == 1 else None
+        exported = {part.name: part for part in model.models}
+        if len(model.models) == 1:
+            exported = {"model": model.models[0]}
         return self.job_of(
             process,
             "the loop continues after the last checkpoint",
             "the rows that the script gives each rank",
             users_callbacks=[self.history],
-            exported={"model": single} if single else {part.name: part for part in model.models},
+            exported=exported,
             evaluation=EvaluationOfLoop,
             named_in_errors="run.batches",
             ends_with_callbacks=True,

@@ -24,7 +24,7 @@ from ringtrain.optim.optimizers import first_and_largest_rate
 from ringtrain.protocol.cores import num_threads
 from ringtrain.protocol.env import SLOT
 from ringtrain.protocol.for_script import ForScript
-from ringtrain.run import consistency, devices, identity, model_state
+from ringtrain.run import callback_state, consistency, devices, identity, model_state, resume
 from ringtrain.run.context import Job, Process, Validation
 from ringtrain.run.devices import Pinning
 from ringtrain.sources import ON_RANK_0, OPTIONS, classes_of, on_rank, script_model
@@ -44,14 +44,17 @@ class ModelOfScript(consistency.FromCheckpoint):
 
     def code(self) -> Mapping[str, str]:
         script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
-        return {"script": consistency.checksum_of(script)} if script.is_file() else {}
+        if script.is_file():  # not for `python - <own.py`
+            return {"script": consistency.checksum_of(script)}
+        return {}
 
     def pin(self, strategy: Strategy) -> Pinning:
         options = strategy.config.device
         if strategy.ranks_change:  # others may be training
             slot = int(os.environ.get(SLOT, hvd.local_rank()))
             return devices.pin_late(slot, hvd.local_size(), options, one_thread=strategy.shares_state)
-        try:  # TensorFlow may be in use already
+        # The script may have used TensorFlow already. A rank that has ended without this call fails it on the others.
+        try:
             pinning: Pinning = hvd.run_together(
                 lambda: devices.pin_late(hvd.local_rank(), hvd.local_size(), options, one_thread=strategy.shares_state)
             )
@@ -88,74 +91,117 @@ class ScriptSource(ModelOfScript):
 
 def _job(process: Process, source: ScriptSource) -> Job:
     """The script's data, and its model with a distributed optimizer."""
+    # `batch_size` counts the rows of all ranks, so that their number does not change what is trained.
     model, arguments = source.model, source.arguments
     everyone = [*arguments.callbacks, source.history]
-    size = 1 if process.strategy.ranks_change else hvd.size()
-    if process.strategy.ranks_change:
+    size = hvd.size()
+    if process.strategy.ranks_change:  # nothing may depend on the number of ranks at the start
+        size = 1
         _refuse_in_elastic_job(arguments)
-    batch_size = (arguments.batch_size or 32) * (size if arguments.batch_per_rank else 1)
-    batch_size = max(1, batch_size // arguments.parts)
+    batch_size = arguments.batch_size or 32
+    if arguments.batch_per_rank:
+        batch_size *= size
+    batch_size = max(1, batch_size // arguments.parts)  # a command may want only the first part of each
+
+    # The data first: the model is built for the shapes of their rows.
     train, test = data.inputs(arguments, batch_size)
     validation = validation_of(arguments, test, batch_size, "val_")
-    if hvd.size() > 1 and not arguments.batch_per_rank and not (isinstance(train, data.Stream) and train.is_shard):
+    is_divided = not arguments.batch_per_rank and not (isinstance(train, data.Stream) and train.is_shard)
+    if hvd.size() > 1 and is_divided:
         _refuse_stateful(model)
-    unlike = script_model.prepare(process, model, train, batch_size)
+
+    # The model is the script's own: it is made ready in place, and `unchanged_afterwards` sets it back.
+    unlike = script_model.build_for_ranks(process, model, train, batch_size)
+
+    # A stream brings its own batches, which are the steps. Their number of rows is known only if it is the same in all.
     num_train = len(train)
     more = {**train.plan, **script_model.compile_by_xla(process, model, train)}
     if isinstance(train, data.Stream):
-        batch_size = train.batch_size * (size if train.is_shard else 1)
-        held_out = f"{len(test):,}{' batches' if isinstance(test, data.Stream) else ''} to validate"
-        more = {"data": f"{train.kind}: {num_train:,} batches to train, {held_out}", **more}
-        num_train *= batch_size
-        if train.batch_size == 1 and not train.is_shard:
-            more |= {
-                "global batch": "a batch of the data, whose rows are not known before: images/s are batches/s",
-                "shard": "a part of the rows of each batch on each rank",
-            }
+        more |= _plan_of_stream(train, test)
+        batch_size = train.batch_size
         if train.is_shard:
-            more |= {"shard": f"{train.num_batches} batches of its own on each rank"}
-            if size > 1:
-                unlike.append("each rank has batches of its own")
+            batch_size *= size
+        num_train *= batch_size
+        if train.is_shard and size > 1:
+            unlike.append("each rank has batches of its own")
+
+    # Numbers and plan follow from what the script has compiled, as those of other runs do from the configuration.
     steps = arguments.steps_per_epoch if isinstance(train, data.NumberedRows) else None
     numbers = adopt(process, model, train.kind, num_train, len(test), batch_size, steps)
     numbers = dataclasses.replace(numbers, initial_epoch=arguments.initial_epoch)
+    plan = plan_of(process, model, numbers, train.on_resume, unlike)
+
+    # Files of callbacks: a command starts the script several times, and no start must find those of another.
     folder = ForScript.from_environment().folder
     if folder:
         write_below(Path(folder), arguments.callbacks)
+
     data_set = data.DataSet(train, test, 0, ())
-    checksums = {name + consistency.DIVIDED: text for name, text in data.checksums(data_set).items()}
-    if process.config.train.virtual_ranks:
-        checksums |= devices.of_kernels(process.pinning)
-        checksums["number of threads"] = str(num_threads(tf.config.threading.get_intra_op_parallelism_threads()))
-    of_name = {*checksums}
-    if isinstance(test, data.Stream):
-        of_name.remove(f"test data{consistency.DIVIDED}")  # its first batch need not be the same in every start
-    compiled = identity.of_script(model)
-    if isinstance(train, data.Stream) and train.is_endless:  # the last call of an epoch reads and trains whole calls
-        compiled["steps_per_execution"] = str(model.steps_per_execution)
-    if isinstance(train, data.Stream) and not train.is_shard:
-        content = identity.content_of(train.dataset)
-        compiled |= {f"content of the training data{consistency.DIVIDED}": content} if content else {}
+    checksums, of_name = _checksums(process, model, data_set)
     return Job(
         data_set=data_set,
         numbers=numbers,
-        checksums={**checksums, **compiled, "model": checksum_of_shapes(model_state.shapes_of(model.weights))},
-        of_name={*of_name, *compiled},
+        checksums=checksums,
+        of_name=of_name,
         model=model,
         users_callbacks=on_rank(everyone, hvd.rank()),
         all_callbacks=everyone,
         validation=validation,
-        plan={**plan_of(process, model, numbers, train.on_resume, unlike), **more},
+        plan={**plan, **more},
         ends_with_callbacks=True,
         follows_schedule=False,
         facts={"script": sys.argv[0], "unlike_one_process": unlike, "on_resume": train.on_resume},
     )
 
 
+def _plan_of_stream(train: data.Stream, test: data.Split) -> dict[str, str]:
+    """Rows of the plan on data that bring their own batches."""
+    held_out = f"{len(test):,}"
+    if isinstance(test, data.Stream):
+        held_out += " batches"
+    rows = {"data": f"{train.kind}: {len(train):,} batches to train, {held_out} to validate"}
+    if train.is_shard:
+        rows["shard"] = f"{train.num_batches} batches of its own on each rank"
+    elif train.batch_size == 1:
+        rows["global batch"] = "a batch of the data, whose rows are not known before: images/s are batches/s"
+        rows["shard"] = "a part of the rows of each batch on each rank"
+    return rows
+
+
+def _checksums(process: Process, model: keras.Model, data_set: data.DataSet) -> tuple[dict[str, str], set[str]]:
+    """What all ranks must have in common; names of that part which all runs of one name have in common."""
+    # Data. The first batch of a stream to validate need not be the same in every start.
+    train, test = data_set.train, data_set.test
+    checksums = {name + consistency.DIVIDED: text for name, text in data.checksums(data_set).items()}
+    if process.config.train.virtual_ranks:  # equal bits need the same instructions, and as many threads
+        checksums |= devices.of_kernels(process.pinning)
+        checksums["number of threads"] = str(num_threads(tf.config.threading.get_intra_op_parallelism_threads()))
+    of_name = {*checksums}
+    if isinstance(test, data.Stream):
+        of_name.remove(f"test data{consistency.DIVIDED}")
+
+    # Losses, metrics and optimizers; of an endless stream the length of a call, as an epoch's last one is whole, too.
+    compiled = identity.of_script(model)
+    if isinstance(train, data.Stream) and train.is_endless:
+        compiled["steps_per_execution"] = str(model.steps_per_execution)
+    if isinstance(train, data.Stream) and not train.is_shard:
+        content = identity.content_of(train.dataset)
+        if content:
+            compiled[f"content of the training data{consistency.DIVIDED}"] = content
+    of_name |= compiled.keys()
+
+    # A resume compares shapes by itself, one by one, and names the first that differs.
+    checksums |= compiled
+    checksums["model"] = checksum_of_shapes(model_state.shapes_of(model.weights))
+    return checksums, of_name
+
+
 def _refuse_in_elastic_job(arguments: data.FitArguments) -> None:
+    # Ranks that join would wait in collectives which the others have behind them.
     of_horovod = {"BroadcastGlobalVariablesCallback", "MetricAverageCallback"}
     if any(classes_of(callback) & of_horovod for callback in arguments.callbacks):
         raise ConfigError(f"ringtrain.fit: in an elastic job, leave out {' and '.join(sorted(of_horovod))}")
+    # The run's numbers must not depend on the number of ranks, which changes.
     if arguments.batch_per_rank:
         raise ConfigError("ringtrain.fit: batch_per_rank in an elastic job: give the batch_size of all ranks together")
     if arguments.initial_epoch:
@@ -174,6 +220,7 @@ def _refuse_stateful(model: keras.Model) -> None:
 
 def write_below(folder: Path, callbacks: Sequence[keras.callbacks.Callback]) -> None:
     """Moves the files that Keras' callbacks write into a directory: another start of the script may write them, too."""
+    # Of Keras' callbacks, those of rank 0 write files. A path that leads upwards must not leave the folder.
     for callback in callbacks:
         for attribute in FILES:
             path = vars(callback).get(attribute)
@@ -208,12 +255,14 @@ def adopt(
     Args:
         batch_size: Rows of a step on all ranks.
     """
+    # Elastic ranks share one global batch however many they are: its numbers are those of one rank.
     used = identity.used_optimizers(model)
     num_ranks = 1 if process.strategy.ranks_change else hvd.size()
     names, per_rank = ", ".join(type(one).__name__ for one in used), math.ceil(batch_size / num_ranks)
     steps, accumulated = math.ceil(num_train / batch_size), used[0].gradient_accumulation_steps or 1
     steps = min(steps, steps_per_epoch or steps)
     first_rate, rate = first_and_largest_rate(used[0])
+    # The summary and the report show the configuration: it says what was trained, and not its own defaults.
     values = {"data.name": data_name, "optimizer.name": names, "train.batch_size": per_rank}
     if rate > 0:  # 0 is no value of the option, but a callback may set the rate later
         values["optimizer.learning_rate"] = rate
@@ -240,24 +289,31 @@ def plan_of(
 ) -> dict[str, str]:
     """Rows of the plan for what a script has compiled."""
     config, options = process.config, process.config.optimizer
+    # Each option that a command has chosen is named with it, as the script says otherwise.
     given = {name: value for name, value in changed_options(config).items() if name.startswith(OPTIONS)}
+    named = ", ".join(f"{name}={value}" for name, value in given.items()) or "defaults"
     from_command = ForScript.from_environment()
-    chosen = "".join(f" ({name} from {from_command.by})" for name in from_command.options if name in given)
-    trial = ", ".join(f"{name}={value}" for name, value in from_command.trial.items())
+    for name in from_command.options:
+        if name in given:
+            named += f" ({name} from {from_command.by})"
     rows = f"{numbers.samples_per_step:,} rows on all ranks"
     if numbers.accumulation_steps > 1:
         rows += f" x {numbers.accumulation_steps} accumulated"
-    return {
+    plan = {
         "data": f"{config.data.name}: {numbers.num_train:,} to train, {numbers.num_test:,} to validate",
         "on resume": on_resume,
         "model": f"{config.model.name} {model.name}, {model.count_params():,} parameters",
         "global batch": rows,
-        "options": (", ".join(f"{name}={value}" for name, value in given.items()) or "defaults") + chosen,
-        **({"trial": f"{trial} (from {from_command.by})"} if trial else {}),
-        "learning rate": f"{numbers.rates} ({options.name}, as compiled)",
-        "shard": shard_of(numbers),
-        **({"unlike 1 rank": "; ".join(unlike)} if unlike else {}),
+        "options": named,
     }
+    if from_command.trial:
+        trial = ", ".join(f"{name}={value}" for name, value in from_command.trial.items())
+        plan["trial"] = f"{trial} (from {from_command.by})"
+    plan["learning rate"] = f"{numbers.rates} ({options.name}, as compiled)"
+    plan["shard"] = shard_of(numbers)
+    if unlike:
+        plan["unlike 1 rank"] = "; ".join(unlike)
+    return plan
 
 
 def shard_of(numbers: Numbers) -> str:
@@ -266,9 +322,20 @@ def shard_of(numbers: Numbers) -> str:
     return f"up to {n.batch_size} of {n.samples_per_step} rows of a step on each rank, the last batch included"
 
 
+def restore_history(history: keras.callbacks.History, folder: Path) -> None:
+    """Gives a script's History the epochs of a run that was complete. Collective."""
+    saved = hvd.run_together(lambda: resume.callbacks_of(folder) if hvd.rank() == 0 else ())
+    states = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_history")
+    callback_state.restore_callbacks([history], states[-1:])
+
+
 def validation_of(given: data.FitArguments, test: data.Split, batch_size: int, prefix: str) -> Validation:
     """Returns the evaluation that arguments of `fit` describe; `batch_size`: rows of a training step on all ranks."""
-    evaluated = 1 if isinstance(test, data.Stream) else given.validation_batch_size or batch_size
+    if isinstance(test, data.Stream):
+        evaluated = 1
+    else:
+        evaluated = given.validation_batch_size or batch_size
+    # Keras' argument is a number of epochs or a list of them; a run has the epochs themselves, or None for all.
     freq = given.validation_freq
     if not isinstance(freq, int):
         return Validation(prefix, evaluated, freq)

@@ -25,7 +25,7 @@ from ringtrain.sources.unlike import unlike_one_process
 from ringtrain.strategies.ring import OF_OPTIMIZER, Ring
 
 
-def prepare(process: Process, model: keras.Model, train: Any, batch_size: int) -> list[str]:
+def build_for_ranks(process: Process, model: keras.Model, train: Any, batch_size: int) -> list[str]:
     """Builds the model, makes its optimizers distributed, and gives ranks other seeds; returns what `build` does."""
     synchronize_batch_norm(process.config, model)
     if process.strategy.shares_state and any(distributed(one) for one in hvd.optimizers_of(model)):
@@ -81,7 +81,9 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
         _trace(model, batch)  # builds optimizers of a train_step
         model.built = True
     cast(Ring, process.strategy).share_rows(model, batch)
-    rows = train.rows if isinstance(train, data.NumberedRows) and len(train) >= metric_states.NUM_ROWS else None
+    rows = None
+    if isinstance(train, data.NumberedRows) and len(train) >= metric_states.NUM_ROWS:
+        rows = train.rows
     if process.strategy.shares_state:
         untested = divided.refuse_metrics(model, batch, rows)
         unlike = unlike_one_process(model, batch, rows, process.config.train.virtual_ranks > 0)
@@ -120,8 +122,13 @@ def compile_by_xla(process: Process, model: keras.Model, train: data.NumberedRow
     """
     if not process.config.train.jit:
         is_asked = model._compile_config is not None and model._compile_config.config.get("jit_compile") is True
-        return {"xla": "off: it has no kernel for the allreduce; options train.jit, optimizer.jit"} if is_asked else {}
-    batch = train.dataset.element_spec if isinstance(train, data.Stream) else train.rows(0, 1)
+        if is_asked:
+            return {"xla": "off: it has no kernel for the allreduce; options train.jit, optimizer.jit"}
+        return {}
+    if isinstance(train, data.Stream):
+        batch = train.dataset.element_spec
+    else:
+        batch = train.rows(0, 1)
     layers = layers_of(model)
     is_masked = any(isinstance(one, keras.layers.Masking) or getattr(one, "mask_zero", False) for one in layers)
     if process.strategy.shares_state:
@@ -183,7 +190,9 @@ def unchanged_afterwards(model: keras.Model, seeds_ranks: bool = True) -> Iterat
             hvd.broadcast_variables(hvd.global_seed(create=True), root_rank=0)
             numbers = [state.numpy() for state in hvd.global_seed()]
         if hvd.size() > 1 and hvd.local_steps_of(model) > 1 and not of_script:
-            slots = [slot for one in hvd.optimizers_of(model) for slot in innermost(one).of_one_rank(now=True)]
+            slots = []
+            for optimizer in hvd.optimizers_of(model):
+                slots += innermost(optimizer).of_one_rank(now=True)
             hvd.broadcast_variables(slots, root_rank=0)  # the ranks' slots differ
     finally:
         for optimizer, apply in zip(optimizers, applies, strict=True):

@@ -14,15 +14,14 @@ parameter_server: ps-sync and ps-async
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ringtrain import config_io
 from ringtrain.config import Config, value_of
 from ringtrain.errors import ConfigError
-from ringtrain.protocol.env import ALONE, COLLECTIVES
-from ringtrain.strategies.parameter_server import cluster
+from ringtrain.protocol.env import ALONE, COLLECTIVES, SERVERS
 
 if TYPE_CHECKING:
     from ringtrain.strategies.base import Strategy
@@ -100,7 +99,7 @@ def prepare(config: Config, environ: MutableMapping[str, str] = os.environ) -> N
     """Selects the collectives, before ringtrain.hvd is loaded; raises ConfigError if an option is not supported."""
     name, defaults = config.strategy.name, Config()
     kind = STRATEGIES[name]
-    cluster.num_servers(config, environ)
+    num_servers(config, environ)
     for refused in kind.refused:
         option, _, value = refused.partition(" ")
         given = value_of(config, option)
@@ -113,6 +112,21 @@ def prepare(config: Config, environ: MutableMapping[str, str] = os.environ) -> N
         if environ.get(variable, "0") not in ("", "0"):
             raise ConfigError(f"strategy.name: {name} has no {what} ({variable}): leave it out, or train with ring")
     environ[COLLECTIVES] = kind.collectives
+
+
+def num_servers(config: Config, environ: Mapping[str, str] = os.environ) -> int:
+    """Number of servers, from `ringtrain launch --ps` or the configuration; ConfigError if --ps conflicts with it."""
+    launched, configured = int(environ.get(SERVERS, 0)), config.strategy.servers
+    if launched and not STRATEGIES[config.strategy.name].has_servers:
+        raise ConfigError(
+            f"strategy.name: {config.strategy.name} has no parameter servers, which ringtrain launch --ps asks for:"
+            f" leave out --ps and --workers, or train with ps-async or ps-sync"
+        )
+    if launched and configured not in (launched, Config().strategy.servers):
+        raise ConfigError(
+            f"strategy.servers: got {configured}, and ringtrain launch --ps {launched}: leave one of them out"
+        )
+    return launched or configured
 
 
 def make(config: Config, group: RankGroup | None = None) -> Strategy:

@@ -77,7 +77,9 @@ class Strategy:
     def placement(self, numbers: Numbers, pinning: devices.Pinning, hosts: Sequence[str]) -> dict[str, str]:
         """Rows of the plan on processes and devices."""
         per_host = ", ".join(f"{host}: {hosts.count(host)}" for host in dict.fromkeys(hosts))
-        num_virtual = f"; {numbers.num_ranks} virtual ranks" if self.config.train.virtual_ranks > 0 else ""
+        num_virtual = ""
+        if self.config.train.virtual_ranks > 0:
+            num_virtual = f"; {numbers.num_ranks} virtual ranks"
         return {"ranks": f"{len(hosts) * self.copies} ({per_host}), rank 0 on {pinning}{num_virtual}"}
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
@@ -104,7 +106,9 @@ class Strategy:
             place = {"host": socket.gethostname(), "device": str(run.pinning)}
             times = {"rank": run.rank, **place, **run.step_timer.own_times()}
         num_virtual = self.config.train.virtual_ranks
-        of_virtual = {"num_ranks": run.size, "virtual_ranks": num_virtual} if num_virtual else {}
+        of_virtual = {}
+        if num_virtual:
+            of_virtual = {"num_ranks": run.size, "virtual_ranks": num_virtual}
         return {"ranks": hvd.allgather_object(times, name="ringtrain_times"), "strategy": self.about, **of_virtual}
 
     def proof(self, summary: Mapping[str, Any], gradients: str) -> str:

@@ -136,7 +136,9 @@ class Elastic(Ring):
         state.place = scheduler.current if scheduler.is_open else scheduler.place
         sums = scheduler.metrics_state or scheduler.sums
         if not scheduler.is_open and not scheduler.metrics_state:
-            sums = tuple(evaluation.states_of_metrics(state.model)) if scheduler.place.position else ()
+            sums = ()
+            if scheduler.place.position:
+                sums = tuple(evaluation.states_of_metrics(state.model))
         callbacks = self.callback_state.shared() if self.callback_state else ()
         state.start = dataclasses.replace(
             state.start,

@@ -87,7 +87,9 @@ class Rows:
                 self._say(f"an epoch of the data ended after {num_batches} of {clock.steps_per_epoch} batches")
                 clock.end_epoch()
                 return None
-            where = f" on rank {run.rank}" if isinstance(self.train, data.Stream) and self.train.is_shard else ""
+            where = ""
+            if isinstance(self.train, data.Stream) and self.train.is_shard:
+                where = f" on rank {run.rank}"
             raise DataError(
                 f"ringtrain.fit: the data ended{where} after {clock.global_step} batches of {run.config.train.epochs}"
                 f" epochs with {run.numbers.steps_per_epoch} each: pass as many, or fewer steps_per_epoch or epochs"

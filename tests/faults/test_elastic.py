@@ -25,6 +25,7 @@ from typing import Any
 import attacker
 import psutil
 import pytest
+import sample_ledger
 from faulty import left_of
 from holding import HOLD, STEP_S
 from launching import BIN, ROOT, run, warm_python
@@ -201,8 +202,8 @@ def seconds_to_a_step(elastic: Elastic, killed_s: Sequence[float]) -> list[float
     return [min(at for at in steps_s if at > begin_s + 0.2) - begin_s for begin_s in killed_s]
 
 
-def proven(elastic: Elastic, num_epochs: int) -> journal.Ledger:
-    found = journal.ledger(journal.read(elastic.folder / "run"), num_epochs)
+def proven(elastic: Elastic, num_epochs: int) -> sample_ledger.Ledger:
+    found = sample_ledger.ledger(journal.read(elastic.folder / "run"), num_epochs)
     assert not found.breaches, found.breaches
     return found
 

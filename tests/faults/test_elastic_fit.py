@@ -11,6 +11,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import sample_ledger
 from launching import BIN, ROOT, run, warm_python
 
 from ringtrain.monitor import goodput, journal
@@ -59,7 +60,7 @@ def test_two_deaths_and_what_comes_back_change_no_bit(tmp_path: Path) -> None:
     assert results and set(results) == {expected}
 
     run_folder = tmp_path / "elastic" / "run"
-    ledger = journal.ledger(journal.read(run_folder), 6)
+    ledger = sample_ledger.ledger(journal.read(run_folder), 6)
     assert ledger.breaches == () and len(set(ledger.epochs.values())) == 1
     sizes = changes(run_folder)
     assert [(before, after) for before, after, _ in sizes] == [(3, 2), (2, 3), (3, 2), (2, 3)]
@@ -103,7 +104,7 @@ def test_deaths_where_epochs_and_training_end_change_no_bit(tmp_path: Path) -> N
 def test_a_step_of_the_model_s_own_is_undone_as_a_whole(tmp_path: Path) -> None:
     """Two optimizers, of which the second needs what the first has done."""
     elastic(tmp_path, [JOBS, "adversarial"], chaos="rank=0 step=9 mode=sigkill")
-    ledger = journal.ledger(journal.read(tmp_path / "adversarial"), 3)
+    ledger = sample_ledger.ledger(journal.read(tmp_path / "adversarial"), 3)
     assert ledger.breaches == () and set(ledger.epochs.values()) == {107}
     assert changes(tmp_path / "adversarial")[0][:2] == (3, 2)
 
@@ -119,6 +120,6 @@ def test_the_configured_trainer_loses_a_rank_with_targets_of_any_kind(tmp_path: 
     summaries = [json.loads((folder / "run" / "summary.json").read_text()) for folder in (alone, changed)]
     for key in ("checksum", "metrics", "global_step"):
         assert summaries[0][key] == summaries[1][key], key
-    ledger = journal.ledger(journal.read(changed / "run"), 4)
+    ledger = sample_ledger.ledger(journal.read(changed / "run"), 4)
     assert ledger.breaches == () and set(ledger.epochs.values()) == {107}
     assert changes(changed / "run")[0][:2] == (2, 1)

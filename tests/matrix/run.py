@@ -18,6 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import sample_ledger
+
 from ringtrain.monitor import journal
 from ringtrain.protocol.env import FOR_SCRIPT
 from ringtrain.protocol.for_script import ForScript
@@ -125,7 +128,7 @@ def elastic(runs: Runs, job: str) -> str:
         raise
     if ended.startswith("REFUSED"):
         return f"refused: {ended.partition(': ')[2]}"
-    ledger = journal.ledger(journal.read(runs.folder / "elastic" / job), 3)
+    ledger = sample_ledger.ledger(journal.read(runs.folder / "elastic" / job), 3)
     if ledger.breaches:
         raise RuntimeError(ledger.breaches[0])
     if expected and ended != expected:

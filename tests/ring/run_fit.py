@@ -7,7 +7,6 @@ OUTPUT/<rank>/<job>: empty if it held, else the traceback.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import io
 import itertools
@@ -15,7 +14,6 @@ import json
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +48,7 @@ from fit_alike import (
     resumes_and_is_refused,
     whole_job,
 )
+from on_every_rank import call_each
 from only import only, quick
 
 import ringtrain
@@ -824,20 +823,13 @@ MODULES = (
 def main() -> None:
     hvd.init()
     jobs = globals() | {name: value for module in MODULES for name, value in vars(module).items()}
-    output = OUTPUT / str(hvd.size()) / str(hvd.rank())
-    output.mkdir(parents=True)
-    for name in sys.argv[3:]:
-        faulthandler.dump_traceback_later(float(sys.argv[2]), exit=True)
+
+    def job(name: str) -> Any:
         keras.config.set_floatx("float32" if name == "arrays_and_metrics" else "float64")
         keras.utils.clear_session()
-        try:
-            jobs[name]()
-            outcome = ""
-        except Exception:
-            outcome = traceback.format_exc()
-        (output / name).write_text(outcome)
-        hvd.allgather_object(name, name="next_job")
-    faulthandler.cancel_dump_traceback_later()
+        return jobs[name]
+
+    call_each(sys.argv[3:], job, OUTPUT / str(hvd.size()) / str(hvd.rank()), float(sys.argv[2]))
 
 
 if __name__ == "__main__":

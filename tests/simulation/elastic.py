@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sample_ledger
 from simulation import launched, training
 from simulation.cluster import Machine
 from simulation.elastic_cluster import ElasticCluster
@@ -25,7 +26,6 @@ from ringtrain.cluster import launch
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.config import Config
 from ringtrain.derived import Numbers
-from ringtrain.monitor import journal
 
 CHAOS_S = 150.0
 END_S = 1000.0
@@ -301,7 +301,7 @@ class Run(launched.Run):
             return
         if (epoch, position) != (epochs, 0):
             self.violated(f"the result ends in epoch {epoch} at {position}, not after {epochs} epochs")
-        breaches = journal.ledger(self.cluster.events, epochs).breaches
+        breaches = sample_ledger.ledger(self.cluster.events, epochs).breaches
         if breaches:
             self.violated(f"journals: {breaches[0]}")
 

@@ -33,7 +33,7 @@ class Mutant(NamedTuple):
     claim: str
     """description of the broken code"""
     file: str
-    """path below ringtrain/"""
+    """path from ringtrain/"""
     text: str
     """original code, which occurs once in the file"""
     replacement: str
@@ -171,7 +171,7 @@ MUTANTS = (
         f"{UNIT}/test_data.py::test_training_may_begin_at_any_step_of_the_run",
     ),
     Mutant(
-        *("an elastic ledger that takes repeated samples", "monitor/journal.py"),
+        *("an elastic ledger that takes repeated samples", "../tests/sample_ledger.py"),
         *("if (its_epoch, begin) != (epoch, position) and begin < end:", "if its_epoch != epoch:"),
         f"{UNIT}/test_journal.py::test_what_is_false_is_noticed",
     ),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sample_ledger
 
 from ringtrain.data import part_of
 from ringtrain.monitor import journal
@@ -50,7 +51,7 @@ def whole_run() -> Events:
 
 
 def test_a_run_with_changes_is_whole() -> None:
-    found = journal.ledger(whole_run(), 2)
+    found = sample_ledger.ledger(whole_run(), 2)
     assert found.breaches == ()
     assert found.epochs == {0: LENGTH, 1: LENGTH}
     assert found.undone == 2 * (3 + 3)  # two ranks wrote of two steps that were undone
@@ -60,7 +61,7 @@ def test_a_commit_counts_up_to_the_step_that_was_gone_back_to() -> None:
     """Also in the middle of what a rank wrote at once, as from a checkpoint between two commits."""
     events = [*generation("a", "", 1, 0, 0), *commit("a", 1, 0, 4, 0), *generation("b", "a", 1, 3, 24)]
     events += [*commit("b", 1, 3, 5, 24), {"event": "end", "generation": "b", "global_step": 5}]
-    found = journal.ledger(events, 1)
+    found = sample_ledger.ledger(events, 1)
     assert (found.breaches, found.undone) == ((), BATCH)
 
 
@@ -75,7 +76,7 @@ def lost_before_it_recorded() -> Events:
 
 
 def test_a_step_that_a_lost_rank_could_not_record_counts() -> None:
-    found = journal.ledger(lost_before_it_recorded(), 1)
+    found = sample_ledger.ledger(lost_before_it_recorded(), 1)
     assert (found.breaches, found.undone, found.epochs) == ((), 0, {0: LENGTH})
 
 
@@ -85,12 +86,12 @@ def test_a_rank_that_was_not_lost_must_record() -> None:
     for event in later:
         if event.get("generation") == "b" and event["event"] == "resize":
             event |= {"global_step": 4, "position": 32}
-    assert journal.ledger(later, 1).breaches
+    assert sample_ledger.ledger(later, 1).breaches
     last = [event for event in lost_before_it_recorded() if event.get("generation") != "b"]
     last.append({"event": "end", "generation": "a", "global_step": 3, "rank": 0})
-    assert any("2 of 3 ranks" in breach for breach in journal.ledger(last, 1).breaches)
+    assert any("2 of 3 ranks" in breach for breach in sample_ledger.ledger(last, 1).breaches)
     nobody = [event for event in lost_before_it_recorded() if "of_all" not in event]
-    assert journal.ledger(nobody, 1).breaches
+    assert sample_ledger.ledger(nobody, 1).breaches
 
 
 def _survivors(events: Events) -> Events:
@@ -130,7 +131,7 @@ def part_of_a_survivor_missing(events: Events) -> None:
 def test_what_is_false_of_a_lost_rank_is_noticed(tamper: Callable[[Events], None]) -> None:
     events = lost_before_it_recorded()
     tamper(events)
-    assert journal.ledger(events, 1).breaches
+    assert sample_ledger.ledger(events, 1).breaches
 
 
 def drop_a_commit(events: Events) -> None:
@@ -193,11 +194,11 @@ TAMPERINGS = [
 def test_what_is_false_is_noticed(tamper: Callable[[Events], None]) -> None:
     events = copy.deepcopy(whole_run())
     tamper(events)
-    assert journal.ledger(events, 2).breaches
+    assert sample_ledger.ledger(events, 2).breaches
 
 
 def test_an_epoch_that_is_missing_is_noticed() -> None:
-    assert journal.ledger(whole_run(), 3).breaches
+    assert sample_ledger.ledger(whole_run(), 3).breaches
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:

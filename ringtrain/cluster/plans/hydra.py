@@ -44,7 +44,9 @@ def flags(job: Job, intel: bool, names: Sequence[str], hostfile: str, files: dic
 def settings(job: Job, intel: bool) -> Iterator[Setting]:
     """Options that these MPIs take from environment variables."""
     if job.several_hosts or job.ssh_port:
-        name = "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS" if intel else "HYDRA_LAUNCHER_EXTRA_ARGS"
+        name = "HYDRA_LAUNCHER_EXTRA_ARGS"
+        if intel:
+            name = "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"
         yield Setting(name, ssh_options(job), WHY_SSH)
     if intel:
         yield Setting("I_MPI_FABRICS", "shm:ofi", "shared memory on a host, libfabric between hosts")

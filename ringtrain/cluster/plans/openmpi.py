@@ -140,7 +140,9 @@ def network(job: Job, dialect: Words) -> Iterator[Flag]:
     transports = f"self,{dialect.shared_memory},tcp"
     yield words("--mca", "btl", transports, because="shared memory on a host, TCP between hosts")
     if job.subnet:
-        also = "" if dialect.control_networks else "; control connections use any: PRRTE finds none by its subnet"
+        also = ""
+        if not dialect.control_networks:
+            also = "; control connections use any: PRRTE finds none by its subnet"
         yield words("--mca", "btl_tcp_if_include", job.subnet, because=f"by subnet: interface names differ{also}")
     elif job.several_hosts:
         because = "interfaces that each host has for itself alone lead to no other host"

@@ -45,7 +45,9 @@ def reported(job: Job) -> list[Flag]:
             fields = ",".join(str(index + 1) for index in host.indices)
             cases.append(f'{ranks}) export CUDA_VISIBLE_DEVICES="$(echo "{shown}" | cut -d, -f{fields})" ;;')
         first += host.slots
-    script = f'case "{in_shell("rank")}" in {" ".join(cases)} esac; {STARTER}' if cases else STARTER
+    script = STARTER
+    if cases:
+        script = f'case "{in_shell("rank")}" in {" ".join(cases)} esac; {STARTER}'
     gpus = "shows each rank the GPUs of its host's slots, then " if cases else ""
     because = f"{gpus}reports each rank's placement to ringtrain launch, and becomes the command"
     return [words("sh", "-c", script, "rank", because=because)]

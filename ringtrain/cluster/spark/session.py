@@ -41,7 +41,9 @@ def local_slots(master: str) -> int | None:
     """Number of slots of a master on this machine, e.g. "local[2]"; None for other masters."""
     match = LOCAL.fullmatch(master)
     if match:
-        return len(os.sched_getaffinity(0)) if match[1] == "*" else int(match[1] or 1)
+        if match[1] == "*":
+            return len(os.sched_getaffinity(0))
+        return int(match[1] or 1)
     match = LOCAL_CLUSTER.fullmatch(master)
     return int(match[1]) * int(match[2]) if match else None
 

@@ -230,7 +230,9 @@ def on_ranks(options: Options, train_args: Sequence[str]) -> dict[str, Any]:
         rank, size, ways = hvd.rank(), hvd.size(), by_horovod()
 
     def gather(value: Any) -> list[Any]:
-        return comm.allgather(value) if comm else hvd.allgather_object(value, name="ringtrain_bench")
+        if comm:
+            return comm.allgather(value)
+        return hvd.allgather_object(value, name="ringtrain_bench")
 
     return {"num_ranks": size, "measured": measure(ways, sizes(options.sizes), options.repeats, rank, gather)}
 

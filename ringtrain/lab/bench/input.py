@@ -107,7 +107,9 @@ def on_ranks(options: Options, train_args: Sequence[str]) -> tuple[str, dict[str
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="ringtrain-input-") as folder:
         for name in SOURCES:
-            path = str(make_records(Path(folder), NUM_PICTURES)) if name == RECORDS else ""
+            path = ""
+            if name == RECORDS:
+                path = str(make_records(Path(folder), NUM_PICTURES))
             source = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=path))
             try:
                 results[name] = measure(source, name, options.batches, options.turns)

@@ -98,6 +98,11 @@ def text_of(value: Any) -> str:
         return f"{len(value):,} bytes"
     if isinstance(value, bytes):
         value = value.decode()
-    text = np.array2string(np.asarray(value), threshold=4) if isinstance(value, np.ndarray) else str(value)
+    if isinstance(value, np.ndarray):
+        text = np.array2string(np.asarray(value), threshold=4)
+    else:
+        text = str(value)
     text = " ".join(text.split())
-    return text if len(text) <= MAX_LETTERS else f"{text[: MAX_LETTERS - 3]}..."
+    if len(text) <= MAX_LETTERS:
+        return text
+    return f"{text[: MAX_LETTERS - 3]}..."

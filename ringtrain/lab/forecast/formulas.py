@@ -170,7 +170,9 @@ def _play(gradients: list[tuple[float, float]], slowest_s: float, cluster: Clust
             lost = 1 - 1 / (1 + cluster.transport.slowdown)
             if cluster.transport.blocking and cluster.full(setting.num_ranks):
                 # Ranks that outnumber their cores poll on them while they wait.
-                lost = 1 - idle_s / took_s if cluster.crowding(setting.num_ranks) == 1 else 1.0
+                lost = 1.0
+                if cluster.crowding(setting.num_ranks) == 1:
+                    lost = 1 - idle_s / took_s
             begin_s = max(state.now_s + agreeing_s, state.busy_until_s)
             state.busy_until_s, state.pace = begin_s + took_s, 1 - lost
             state.communication_s += took_s

@@ -145,7 +145,9 @@ def device_of(one: Any, first: str) -> str:
 def bytes_of(tensor: Any) -> int:
     """Bytes of a tensor; 0 if its shape is unknown, or it is a reference."""
     known = tensor.shape.rank is not None and tensor.shape.is_fully_defined()
-    return tensor.shape.num_elements() * tensor.dtype.size if known and tensor.dtype.is_numpy_compatible else 0
+    if known and tensor.dtype.is_numpy_compatible:
+        return tensor.shape.num_elements() * tensor.dtype.size
+    return 0
 
 
 def holders(graph: Any) -> dict[int, Any]:
@@ -192,7 +194,10 @@ def peaks(graph: Any, first: str, only: Container[int] | None = None) -> Counter
             key, num_bytes = id(tensor), bytes_of(tensor)
             if holder[key] is not tensor or key not in last or (only is not None and key not in only):
                 continue
-            taken = None if only else _taken_over(one, num_bytes, place, last, held, holder)
+            if only:
+                taken = None
+            else:
+                taken = _taken_over(one, num_bytes, place, last, held, holder)
             if taken:
                 held[key] = held.pop(taken)
             else:

@@ -94,7 +94,9 @@ class Cluster:
     def crowding(self, num_ranks: int) -> float:
         """Factor by which a rank computes more slowly because others use its cores."""
         here = min(num_ranks, self.ranks_per_host)
-        return max(1.0, here / self.cores_per_host) if self.cores_per_host else 1.0
+        if self.cores_per_host:
+            return max(1.0, here / self.cores_per_host)
+        return 1.0
 
     def full(self, num_ranks: int) -> bool:
         """Whether communication takes processor time from computing."""

@@ -210,9 +210,10 @@ def _points(values: dict[str, Any], folder: Path) -> list[Point]:
         if not float(images_per_s) > 0:
             raise ConfigError(f"got {images_per_s} images/s at {ranks} ranks, expected more than 0")
         setting = case.setting(int(ranks))
-        found = (
-            parameter_servers(step, cluster, setting, case.servers) if case.servers else predict(step, cluster, setting)
-        )
+        if case.servers:
+            found = parameter_servers(step, cluster, setting, case.servers)
+        else:
+            found = predict(step, cluster, setting)
         fitted = setting.num_ranks in (1, case.calibrate_ranks)
         points.append(Point(setup, setting.num_ranks, float(images_per_s), found, fitted))
     return points

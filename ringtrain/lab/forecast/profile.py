@@ -90,7 +90,9 @@ class Profile:
     @property
     def spread(self) -> float:
         """Standard deviation of a step's compute time, in seconds."""
-        return pstdev(self.step_s) if len(self.step_s) > 1 else self.jitter * self.compute_s
+        if len(self.step_s) > 1:
+            return pstdev(self.step_s)
+        return self.jitter * self.compute_s
 
     def waiting_s(self, num_ranks: int, num_steps: int = 1) -> float:
         """Expected delay of the slowest of many ranks behind the mean, in seconds; 0 for one rank.
@@ -107,7 +109,9 @@ class Profile:
         ordered, known = sorted(self.step_s), min(num_ranks, len(self.step_s))
         shares = [(place / len(ordered)) ** known for place in range(len(ordered) + 1)]
         highest = sum(value * (upper - lower) for value, lower, upper in zip(ordered, shares, shares[1:], strict=False))
-        beyond = expected_maximum(num_ranks) / expected_maximum(known) if num_ranks > known else 1.0
+        beyond = 1.0
+        if num_ranks > known:
+            beyond = expected_maximum(num_ranks) / expected_maximum(known)
         return max(0.0, highest - fmean(ordered)) * beyond
 
     def to_json(self) -> str:
@@ -161,7 +165,9 @@ def read(path: Path) -> Profile:
 
 def expected_maximum(num: int) -> float:
     """Expected maximum of `num` standard normal variables: Blom's approximation, exact for one."""
-    return NormalDist().inv_cdf((num - 0.375) / (num + 0.25)) if num > 1 else 0.0
+    if num > 1:
+        return NormalDist().inv_cdf((num - 0.375) / (num + 0.25))
+    return 0.0
 
 
 # Known models: layers from input to output, as (thousands of weights, outputs that share them, repetitions). A layer's

@@ -56,7 +56,10 @@ def main(options: Options) -> int:
         raise RunDirectoryError(f"{folder}: cannot be written: {error.strerror}: give another folder") from error
     for path in written:
         print(path)
-    there = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
+    if folder.resolve() == Path.cwd():
+        there = ""
+    else:
+        there = f"cd {shlex.quote(str(folder))} && "
     print(f"to train on two ranks:\n  {there}ringtrain train -np 2 --config {CONFIG}")
     return 0
 

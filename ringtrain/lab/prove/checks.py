@@ -136,7 +136,9 @@ def _of_metric(name: str, suspects: Sequence[Suspect]) -> str:
         if not lines and kinds != ("is",):  # of what else writes logs
             lines = named(suspects, *kinds, roles=("metric", "callback", "model"))
         if lines:
-            what = "a clock or random numbers in" if kinds != ("is",) else "no sum over rows:"
+            what = "no sum over rows:"
+            if kinds != ("is",):
+                what = "a clock or random numbers in"
             return f"likely {what} {lines.removeprefix('; likely ')}"
     return NO_SUM
 

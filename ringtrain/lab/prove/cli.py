@@ -243,7 +243,9 @@ def show(found: Sequence[Check], options: Options, command: Sequence[str], num_r
     print(title)
     table.show()
     num_held = sum(check.holds is True for check in found)
-    result = f"{num_held} of {len(found)} hold" if checks.verdict(found) else "something does not hold"
+    result = "something does not hold"
+    if checks.verdict(found):
+        result = f"{num_held} of {len(found)} hold"
     print(result)
     if options.html:
         page = html.html(f"Proof of {title}", [html.Section("", [result, table])])

@@ -228,7 +228,9 @@ def _draws(full: str, function: str, call: ast.Call, has_seed: bool) -> str:
     """Kind of a call of a random module."""
     module = re.match(r"(numpy\.random|random|tensorflow\.random|tensorflow\.compat\.v1\.random)\.(\w+)$", full)
     if module is None or function in SEEDED or has_seed or function.startswith("stateless_"):
-        return "random" if full in ("os.urandom", "uuid.uuid4") or full.startswith(OTHERS_THAT_DRAW) else ""
+        if full in ("os.urandom", "uuid.uuid4") or full.startswith(OTHERS_THAT_DRAW):
+            return "random"
+        return ""
     if function in GENERATORS and (call.args or call.keywords):
         return ""
     return "random"

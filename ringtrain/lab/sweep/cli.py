@@ -98,7 +98,10 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
         job = ConfiguredTrials(base)
         folder = Path(base.run.directory) / (base.run.name or f"sweep-{path.stem}")
     points = space.grid(path, found) if options.sampler == "grid" else []
-    most = min(options.trials or len(points), len(points)) if points else options.trials or DEFAULT_TRIALS
+    if points:
+        most = min(options.trials or len(points), len(points))
+    else:
+        most = options.trials or DEFAULT_TRIALS
     hosts, num_ranks = start.hosts, options.ranks_per_trial
     num_slots = sum(host.slots for host in hosts)
     if num_ranks > num_slots:
@@ -116,7 +119,9 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
         with progress.Shown(study, most, monitor) as shown:
             aim = "lowest" if minimize else "highest"
             shown.say(f"{most} trials in {folder}, for the {aim} {monitor} of the last epoch")
-            also = scales_rate(job.base, found) if isinstance(job, ConfiguredTrials) else ""
+            also = ""
+            if isinstance(job, ConfiguredTrials):
+                also = scales_rate(job.base, found)
             if also:
                 shown.say(also)
             sweep = runner.Sweep(folder, study, job, most, num_ranks, hosts, start.launch_words, shown)

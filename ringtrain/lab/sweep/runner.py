@@ -222,7 +222,9 @@ class Sweep:
         elif code:
             self._finish(one.trial, one.values, "failed", reason=jobs.reason_of(one.log, code), **facts)
         elif one.value is None or not math.isfinite(one.value):
-            why = f"its last epoch has no {self.job.monitor}" if one.epoch else "it ended before its first epoch"
+            why = "it ended before its first epoch"
+            if one.epoch:
+                why = f"its last epoch has no {self.job.monitor}"
             if not runs:
                 why = "it has recorded no epoch: expected a script that calls ringtrain.fit"
             recorded = script.metrics_of(runs[-1]) if runs else []

@@ -109,7 +109,10 @@ class Study:
                 continue
             suggest = trial.suggest_int if one.whole else trial.suggest_float
             # Optuna expects the last value that a step reaches as the upper bound.
-            high = one.low + one.step * math.floor((one.high - one.low) / one.step + 1e-9) if one.step else one.high
+            if one.step:
+                high = one.low + one.step * math.floor((one.high - one.low) / one.step + 1e-9)
+            else:
+                high = one.high
             step = {"step": one.step} if one.step else {}
             found[option] = suggest(option, one.low, high, log=one.log, **step)
         return found

@@ -259,7 +259,10 @@ def search(
             if outcome.verdict == "kept":
                 best = outcome.choice.over(best)
     if undecided and not has_measured:
-        missing_s = budget.too_short_by_s if math.isfinite(budget.too_short_by_s) else budget.longest_s
+        if math.isfinite(budget.too_short_by_s):
+            missing_s = budget.too_short_by_s
+        else:
+            missing_s = budget.longest_s
         raise LaunchError(
             f"compared nothing in {budget.seconds:g} s, of which the first start took {budget.longest_s:.0f} s:"
             f" expected --budget {math.ceil((budget.seconds + missing_s) / FOR_RANKS)}s or more"
@@ -345,7 +348,10 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
         print(f"best: {best.text()}")
         print(write_for_script(best, start, script, options.out, outcomes))
         return 0
-    train = ["--config", options.out] if options.out else [*start.train_args, *best.words()]
+    if options.out:
+        train = ["--config", options.out]
+    else:
+        train = [*start.train_args, *best.words()]
     line = launch_line(best, start.launch_words, train)
     if options.out:
         Path(options.out).write_text(toml(best, start.train_args, line, outcomes), encoding="utf-8")

@@ -21,7 +21,6 @@ from ringtrain.config import Config
 from ringtrain.errors import ConfigError, LaunchError, PlacementError
 from ringtrain.monitor import fault_injection
 from ringtrain.protocol import mpi_world, transport
-from ringtrain.protocol.env import SERVERS
 from ringtrain.protocol.launcher_args import expectation
 from ringtrain.protocol.launchers import launched_rank
 from ringtrain.protocol.placement import RankPlacement, difference
@@ -149,24 +148,8 @@ class RankGroup:
             request.wait()
 
 
-def num_servers(config: Config, environ: Mapping[str, str] = os.environ) -> int:
-    """Number of servers, from `ringtrain launch --ps` or the configuration; ConfigError if --ps conflicts with it."""
-    launched, configured = int(environ.get(SERVERS, 0)), config.strategy.servers
-    if launched and config.strategy.name not in ("ps-async", "ps-sync"):
-        raise ConfigError(
-            f"strategy.name: {config.strategy.name} has no parameter servers, which ringtrain launch --ps asks for:"
-            f" leave out --ps and --workers, or train with ps-async or ps-sync"
-        )
-    if launched and configured not in (launched, Config().strategy.servers):
-        raise ConfigError(
-            f"strategy.servers: got {configured}, and ringtrain launch --ps {launched}: leave one of them out"
-        )
-    return launched or configured
-
-
-def meet(config: Config) -> RankGroup:
+def meet(config: Config, servers: int) -> RankGroup:
     """Assigns the roles; the first collective of all ranks. Servers are spread over hosts, in local-rank order."""
-    servers = num_servers(config)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # otherwise servers print their settings
     if launched_rank() is None:
         raise LaunchError(
@@ -203,7 +186,7 @@ def meet(config: Config) -> RankGroup:
     by_local_rank = sorted(range(comm.size), key=lambda rank: (placements[rank].local_rank, rank))
     server_ranks = sorted(by_local_rank[:servers])
     workers = tuple(rank for rank in range(comm.size) if rank not in server_ranks)
-    fault_injection.check_roles(fault_injection.parse(config.chaos), server_ranks, workers)
+    _check_faults(fault_injection.parse(config.chaos), workers)
     endpoints, callers = addresses(comm.rank, comm.allgather, num_ports=2 if comm.rank == 0 else 1)
     cluster = {
         "chief": [endpoints[0][1]],
@@ -211,6 +194,19 @@ def meet(config: Config) -> RankGroup:
         "worker": [endpoints[rank][0] for rank in workers],
     }
     return RankGroup(comm, Roles(tuple(one.host for one in placements), tuple(server_ranks), workers, cluster, callers))
+
+
+def _check_faults(faults: Sequence[fault_injection.Fault], workers: Sequence[int]) -> None:
+    """Raises ConfigError for a fault that the role of its rank does not support."""
+    for fault in faults:
+        can: tuple[str, ...] = ("sigkill", "sigstop")
+        if fault.rank in workers:
+            can += ("exception", "exit", "slow")
+        if fault.mode not in can and fault.rank:
+            role = "worker" if fault.rank in workers else "server"
+            raise ConfigError(
+                f"chaos: got mode={fault.mode} for rank {fault.rank}, a {role}: expected {', '.join(can)}"
+            )
 
 
 def addresses(
@@ -230,9 +226,11 @@ def addresses(
         own = (socket.gethostname(), transport.own_addresses(), [one.getsockname()[1] for one in listeners])
         of_ranks = allgather(own)
         hosts = [host for host, _, _ in of_ranks]
-        callers = tuple(sorted({address for _, each, _ in of_ranks for address in each}))
+        callers: set[str] = set()
+        for _, of_host, _ in of_ranks:
+            callers.update(of_host)
         if len(set(hosts)) == 1:
-            return [[f"127.0.0.1:{port}" for port in ports] for _, _, ports in of_ranks], ()
+            return [_with_ports("127.0.0.1", ports) for _, _, ports in of_ranks], ()
         listeners[0].listen(4096)
         allgather(None)  # all listen
         # Each rank is tested from another host: by rank 0, or, on its host, by the first rank of another host.
@@ -249,11 +247,17 @@ def addresses(
         failures = [text for _, text in results if text]
         if failures:
             raise LaunchError(failures[0])
-        answering = {other: address for each, _ in results for other, address in each.items()}
+        answering: dict[int, str] = {}
+        for of_caller, _ in results:
+            answering |= of_caller
         # The source addresses of incoming connections, which a host may not know itself.
-        callers = tuple(sorted({*callers, *(one for seen in allgather(_callers(listeners[0])) for one in seen)}))
-        endpoints = [[f"{answering[other]}:{port}" for port in ports] for other, (_, _, ports) in enumerate(of_ranks)]
-        return endpoints, callers
+        callers.update(*allgather(_callers(listeners[0])))
+        endpoints = [_with_ports(answering[other], ports) for other, (_, _, ports) in enumerate(of_ranks)]
+        return endpoints, tuple(sorted(callers))
+
+
+def _with_ports(address: str, ports: Sequence[int]) -> list[str]:
+    return [f"{address}:{port}" for port in ports]
 
 
 def _callers(listener: socket.socket) -> set[str]:

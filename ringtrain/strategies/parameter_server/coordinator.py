@@ -101,14 +101,19 @@ class ParameterServers(Strategy):
         return pinning
 
     def placement(self, numbers: Numbers, pinning: devices.Pinning, hosts: Sequence[str]) -> dict[str, str]:
-        ranks = {role: self.about[role] for role in ("servers", "workers")}
-        return {
-            role: f"{len(all_)}: {', '.join(all_[:4])}{', ...' if len(all_) > 4 else ''}"
-            for role, all_ in ranks.items()
-        }
+        rows = {}
+        for role in ("servers", "workers"):
+            ranks = self.about[role]
+            rows[role] = f"{len(ranks)}: {', '.join(ranks[:4])}"
+            if len(ranks) > 4:
+                rows[role] += ", ..."
+        return rows
 
     def proof(self, summary: Mapping[str, Any], gradients: str) -> str:
-        workers = f"{self.num_workers} worker{'s' if self.num_workers > 1 else ''}, one copy of the weights"
+        noun = "worker"
+        if self.num_workers > 1:
+            noun = "workers"
+        workers = f"{self.num_workers} {noun}, one copy of the weights"
         return f"{workers}: {self.gradients_seen(gradients)}; weights and optimizer {summary['checksum']}"
 
     def gradients_seen(self, gradients: str) -> str:
@@ -125,7 +130,10 @@ class ParameterServers(Strategy):
         if "colocate_with" in options:  # optimizer slots are on the server of their weight
             return next_creator(**options)
         count, by_size = self.strategy.extended._variable_count, self.config.strategy.variables == "by-size"
-        place = min(range(len(self.load)), key=self.load.__getitem__) if by_size else count % len(self.load)
+        if by_size:
+            place = min(range(len(self.load)), key=self.load.__getitem__)
+        else:
+            place = count % len(self.load)
         self.strategy.extended._variable_count = place
         variable = next_creator(**options)
         self.strategy.extended._variable_count = count + 1
@@ -253,14 +261,22 @@ class ParameterServers(Strategy):
         """Reads messages and records which workers training waits for, so that a stall report names them."""
         self.group.receive_all()
         ranks = ", ".join(str(self.group.roles.workers[worker]) for worker in workers[:4])
-        hvd.step_timing.PLACE.phase = f"the wait for gradients of rank {ranks}{', ...' if len(workers) > 4 else ''}"
+        if len(workers) > 4:
+            ranks += ", ..."
+        hvd.step_timing.PLACE.phase = f"the wait for gradients of rank {ranks}"
 
     def statistics(self) -> dict[str, Any]:
         """Statistics of the steps for summary.json."""
-        shares = [(self.idle_s[worker], self.busy_s[worker]) for worker in range(self.num_workers)]
+        updates, waiting = [], []
+        for worker in range(self.num_workers):
+            updates.append(self.updates[worker])
+            share = None
+            if self.busy_s[worker]:
+                share = self.idle_s[worker] / (self.idle_s[worker] + self.busy_s[worker])
+            waiting.append(share)
         return {
-            "updates": [self.updates[worker] for worker in range(self.num_workers)],
-            "waiting": [idle_s / (idle_s + busy_s) if busy_s else None for idle_s, busy_s in shares],
+            "updates": updates,
+            "waiting": waiting,
             "workers_lost": self.group.lost,
         }
 

@@ -105,7 +105,9 @@ def _sockets(ports: Sequence[int]) -> list[_Socket]:
                     continue
                 digits = remote.partition(":")[0]
                 is_version_4 = len(digits) == 8 or digits.startswith(_VERSION_4)
-                peer = int.from_bytes(bytes.fromhex(digits[-8:]), sys.byteorder) if is_version_4 else 0
+                peer = 0
+                if is_version_4:
+                    peer = int.from_bytes(bytes.fromhex(digits[-8:]), sys.byteorder)
                 sockets.append(_Socket(inode, state, peer))
     return sockets
 

@@ -198,6 +198,9 @@ class WorkerBatches:
         config, roles = self.task.config, self.task.roles
         rank, faults = self.task.rank, fault_injection.parse(config.chaos)
         events = journal.Journal(folder, rank, len(roles.hosts), Attempt.from_environment().number)
-        copies = 1 if config.strategy.name == "ps-async" else len(roles.workers) - config.strategy.backup_workers
+        if config.strategy.name == "ps-async":
+            copies = 1
+        else:
+            copies = len(roles.workers) - config.strategy.backup_workers
         numbers = derive(config, copies, len(self.data_set.train), len(self.data_set.test))
         return fault_injection.FaultInjector(faults, rank, *numbers.lengths, folder, events)

@@ -78,7 +78,9 @@ class _Served:
     def message(self) -> Any:
         """Next message within POLL_S, also from before the process exited; None if there is none."""
         try:
-            return self.messages.recv() if self.messages.poll(POLL_S) else None
+            if self.messages.poll(POLL_S):
+                return self.messages.recv()
+            return None
         except (EOFError, OSError):
             time.sleep(POLL_S)  # the caller sees the exit code
             return None
@@ -93,7 +95,9 @@ class _Served:
 
 
 def _exit_text(code: int) -> str:
-    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
 
 
 def _exit_as(code: int) -> None:
