@@ -175,8 +175,8 @@ def _run_attempts(work: Launch, standby: Standby) -> int:
         used = restarts.hosts
         now = work.job_on(used, attempt, restarts.num_ranks)
         supervised = standby.begin(now) or work.supervisor(now, options, answer_timeout_s)
-        if len(restarts.results) < options.max_restarts:
-            supervised.when_initialized = partial(standby.prepare, now, supervised.reports.variables)
+        if options.standby and len(restarts.results) < options.max_restarts:
+            standby.follow(supervised, now)
         try:
             result = supervisor.run(supervised, work.planner)
         except HostsLost as lost:

@@ -174,7 +174,7 @@ class RestartOptions:
     give_up_on: Annotated[str, Argument("REGEX")] = ""
     """never restart on a match"""
     keep_hosts: bool = False
-    """never exclude a host that has failed twice"""
+    """never exclude a host in which two of the last five failures began"""
     min_np: Annotated[int, N] = 1
     """continue with fewer ranks, down to N"""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.protocol.attempt import Attempt
 
-FAILURES_OF_A_HOST = 2  # after which it is excluded
+FAILURES_OF_A_HOST, RECENT = 2, 5  # of the job's last failures, after which a host is excluded while they are the last
 ANSWER_S = 20.0  # for a host to answer before the job restarts without it
 ASKED_TO_STOP = (129, 130, 138, 143)  # 128 + SIGHUP, SIGINT, SIGUSR1, SIGTERM: the job saved and exited
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0  # before a restart; doubled for each failure without new steps
@@ -47,9 +48,10 @@ class Restarts:
         """of the hosts that the next attempt may use"""
         self._silent: frozenset[str] = frozenset()
         """hosts that were lost, or do not answer"""
-        self._failures: Counter[str] = Counter()
+        self._recent: deque[tuple[str, ...]] = deque(maxlen=RECENT)
+        """hosts of the job's last failures"""
         self._often: frozenset[str] = frozenset()
-        """hosts that have failed FAILURES_OF_A_HOST times"""
+        """hosts that have FAILURES_OF_A_HOST of these"""
         self._often_slots = 0
         self._furthest_step = -1
         self._in_vain = 0
@@ -97,9 +99,10 @@ class Restarts:
         else:
             self._in_vain = 0
         self._furthest_step = max(self._furthest_step, result.global_step)
-        self._failures.update(result.hosts)
+        self._recent.append(result.hosts)
         if not self._options.keep_hosts:
-            self._often |= {host for host in result.hosts if self._failures[host] >= FAILURES_OF_A_HOST}
+            failures = Counter(itertools.chain(*self._recent))
+            self._often = frozenset(host for host, number in failures.items() if number >= FAILURES_OF_A_HOST)
             self._often_slots = self._slots_of(self._often)
 
     def _choose(self) -> None:
@@ -114,7 +117,8 @@ class Restarts:
         if options.oversubscribe and not options.elastic and slots:
             self.num_ranks = self._all_ranks
         else:
-            self.num_ranks = ranks_on(slots, self._all_ranks, options.min_np)
+            has_batch_per_rank = "ringtrain.train" in options.command
+            self.num_ranks = ranks_on(slots, self._all_ranks, options.min_np, has_batch_per_rank)
 
     def _slots_of(self, hosts: Iterable[str]) -> int:
         return sum(self._slots.get(host, 0) for host in hosts)
@@ -154,11 +158,13 @@ def why_not(result: JobResult, before: Sequence[JobResult], options: LaunchOptio
 
 
 @functools.cache
-def ranks_on(slots: int, num_ranks: int, min_ranks: int = 1) -> int:
-    """Number of ranks for a restart: `num_ranks`, or its largest divisor up to `slots`; 0 if below `min_ranks`."""
-    # A divisor distributes the global batch as evenly as before.
+def ranks_on(slots: int, num_ranks: int, min_ranks: int = 1, has_batch_per_rank: bool = False) -> int:
+    """Number of ranks for a restart, up to `num_ranks`; 0 if below `min_ranks`.
+
+    has_batch_per_rank: It divides `num_ranks`, so that the ranks can have the global batch of before.
+    """
     for number in range(min(slots, num_ranks), max(1, min_ranks) - 1, -1):
-        if num_ranks % number == 0:
+        if not has_batch_per_rank or num_ranks % number == 0:
             return number
     return 0
 

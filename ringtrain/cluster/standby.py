@@ -6,6 +6,7 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from ringtrain.cluster import restart
 from ringtrain.cluster.job import Job, Plan
@@ -19,7 +20,7 @@ AFTER_S = 5.0
 
 
 class Standby:
-    """Ranks that wait for a restart, if `options` ask for it. A context manager, which ends them.
+    """Ranks that wait for a restart; a context manager, which ends them.
 
     Args:
         supervisor: Makes the supervisor of a job.
@@ -41,14 +42,13 @@ class Standby:
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def prepare(self, job: Job, variables: Mapping[str, str]) -> None:
-        """Lets ranks stand by that could replace those of a job; once, in another thread.
+    def follow(self, supervised: Supervisor, job: Job) -> None:
+        """Lets ranks stand by that could replace those of a job, once these have called hvd.init()."""
+        supervised.when_initialized = partial(self._prepare, job, supervised.reports.variables)
 
-        Args:
-            job: That runs.
-            variables: What its script has set before it loaded TensorFlow.
-        """
-        if self._waiting or not self.options.standby:
+    def _prepare(self, job: Job, variables: Mapping[str, str]) -> None:
+        """Starts them, once, in another thread. variables: What the script has set before it loaded TensorFlow."""
+        if self._waiting:
             return
         self._variables |= variables
         next_job = replace(

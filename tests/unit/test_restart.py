@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.launch_options import LaunchOptions
-from ringtrain.cluster.restart import FAILURES_OF_A_HOST, Restarts, causes_of, num_slots, ranks_on, why_not
+from ringtrain.cluster.restart import FAILURES_OF_A_HOST, RECENT, Restarts, causes_of, num_slots, ranks_on, why_not
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
 
@@ -105,13 +105,25 @@ def test_a_host_that_failed_twice_is_left_out():
     assert after(failures, hosts=HOSTS[:1]) == ["host1"], "there is no other"
 
 
+def test_a_host_is_used_again_once_others_have_failed_since():
+    """In a long job every host fails twice some day; a bad one does so in a row."""
+    failures = [JobResult(1, hosts=("host1",), global_step=step) for step in (1, 2)]
+    later = [JobResult(1, hosts=(name,), global_step=9 + step) for step, name in enumerate(["host2", "", "host3", ""])]
+    assert [after([*failures, *later[:number]]) for number in range(4)] == [["host2", "host3"]] * 4
+    assert after([*failures, *later]) == ["host1", "host2", "host3"]
+
+
 def test_a_lost_host_is_tried_again_if_the_others_have_too_few_slots():
     lost = JobResult(2, "lost host1", HOST_LOST, hosts=("host1",))
     spare = Restarts(HOSTS, 8, THREE)
     assert (spare.after(lost), names(spare.hosts), spare.num_ranks) == ("", ["host2", "host3"], 8)
     none = Restarts(HOSTS, 12, THREE)
     assert (none.after(lost), names(none.hosts), none.num_ranks) == ("", ["host1", "host2", "host3"], 12)
-    assert none.without(["host1"]) and none.num_ranks == 6, "the largest divisor of 12 on 8 slots"
+    assert none.without(["host1"]) and none.num_ranks == 8
+    configured = replace(THREE, command=("python", "-m", "ringtrain.train"))
+    divided = Restarts(HOSTS, 12, configured)
+    assert divided.after(lost) == "" and divided.without(["host1"])
+    assert divided.num_ranks == 6, "the largest divisor of 12 on 8 slots: its batch is that of a rank"
     all_needed = Restarts(HOSTS, 12, replace(THREE, min_np=12))
     assert all_needed.after(lost) == "" and not all_needed.without(["host1"])
     assert all_needed.after(lost) == "" and all_needed.num_ranks == 12, "it may be back"
@@ -119,7 +131,7 @@ def test_a_lost_host_is_tried_again_if_the_others_have_too_few_slots():
 
 def chosen_before(hosts, num_ranks, results, silent, options):
     """Hosts and ranks by the rule in its plainest form, from all results."""
-    failures = [host for result in results for host in result.hosts]
+    failures = [host for result in results[-RECENT:] for host in result.hosts]
     answering = [host for host in hosts if host.name not in silent]
     good = answering
     if not options.keep_hosts:
@@ -161,7 +173,8 @@ def test_hosts_are_chosen_by_all_results_so_far(slots, min_np, events, keep_host
 
 @given(st.integers(0, 64), st.integers(1, 64), st.integers(1, 64))
 def test_fewer_ranks_share_the_global_batch_evenly(slots, num_ranks, min_ranks):
-    ranks = ranks_on(slots, num_ranks, min_ranks)
+    assert ranks_on(slots, num_ranks, min_ranks) in (0, min(slots, num_ranks))
+    ranks = ranks_on(slots, num_ranks, min_ranks, has_batch_per_rank=True)
     if ranks:
         assert min_ranks <= ranks <= min(slots, num_ranks) and num_ranks % ranks == 0
     else:

@@ -93,9 +93,9 @@ def test_a_spare_host_takes_the_place_of_a_lost_one():
     parts = seconds_of(case, (500, 1))
     assert "fewer" not in parts
     assert parts["restart"] == pytest.approx(30 + FIRST_DELAY_S), "the lost host is not waited for"
-    # The second loss is one too many: 4 ranks become 2, which take twice as long.
+    # The second loss is one too many: 3 ranks are left, which take 4 / 3 of the time.
     parts = seconds_of(case, (500, 1), (2000, 2))
-    assert parts["fewer"] == pytest.approx(20_000 - 1000)
+    assert parts["fewer"] == pytest.approx((20_000 - 1000) / 3)
     assert parts["restart"] == pytest.approx(2 * (30 + FIRST_DELAY_S) + ANSWER_S)
 
 
