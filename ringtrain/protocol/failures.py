@@ -117,12 +117,12 @@ def report_process(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def report_init(rank: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Reports that this rank has called hvd.init(); rank 0 also the variables that its script has set before."""
+    """Reports that this rank has called hvd.init(), and the variables that its script has set before."""
     job = environ.get(JOB)
     if not job:
         return
     changed = changed_variables(environ)
-    if changed and not rank:
+    if changed:
         text = base64.b64encode(json.dumps(changed).encode()).decode()
         _write([f"{MARK}:{job}:variables:{text}:"])
     _write([f"{MARK}:{job}:init:{rank}"], times=1)
