@@ -259,7 +259,7 @@ def _batches(given: _Given, x: Any, rank: int, size: int, per_call: int) -> data
     steps, limit = given.steps, keras.config.max_steps_per_epoch()
     if limit:
         steps = min(steps or limit, limit)
-    return data.whole_batches(x, given.y, given.sample_weight, given.batch_size or 32, steps, rank, size, per_call)
+    return data.whole_batches(x, given.y, given.sample_weight, given.batch_size, steps, rank, size, per_call)
 
 
 def _build(step: Callable[[Any], Any], whole: data.WholeBatches) -> None:

@@ -227,6 +227,7 @@ def start(options: Config | Mapping[str, Any] | None = None, num_devices: int = 
 
 def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArguments) -> keras.callbacks.History:
     """Trains a compiled model on this rank together with the others."""
+    arguments = data.with_batch_sizes(arguments)
     # A command such as ringtrain prove starts the script as it is, and wants a few steps of it.
     from_command = ForScript.from_environment()
     if from_command.steps:

@@ -67,7 +67,7 @@ class Parts(NamedTuple):
         """
         import tensorflow as tf
 
-        leaves = tf.nest.flatten(batch)
+        leaves = with_rows(batch)
         rows = num_rows_of(leaves[0])
         if not have_same_rows and len(leaves) > 1:
             with tf.control_dependencies([self._checked([rows, *map(num_rows_of, leaves[1:])])]):
@@ -79,6 +79,8 @@ class Parts(NamedTuple):
 
         # Each tensor is divided by its own rows: a batch may have 16 of one kind and 4 of another.
         def part_of(leaf: Any) -> Any:
+            if not leaf.shape.rank:  # a number, such as a temperature, that is the same for all rows
+                return leaf
             own = bounds if have_same_rows else self._bounds(num_rows_of(leaf))
             lengths = _num_read(own)
             begins = [begin * tf.cast(begin < end, begin.dtype) for begin, end in own]
@@ -124,7 +126,7 @@ def header_of_shard(batch: Any) -> Header:
     """Header of a batch of which all rows are this rank's; the fingerprint is their number."""
     import tensorflow as tf
 
-    rows = num_rows_of(tf.nest.flatten(batch)[0])
+    rows = num_rows_of(with_rows(batch)[0])
     return Header(tf.ones([1], tf.float64), rows[None], tf.cast(rows, tf.float64))
 
 
@@ -133,6 +135,13 @@ def _num_read(bounds: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> list[tf.Tensor]:
     import tensorflow as tf
 
     return [tf.maximum(end - begin, 1) for begin, end in bounds]
+
+
+def with_rows(batch: Any) -> list[Any]:
+    """Tensors of a batch that have rows: all but single numbers."""
+    import tensorflow as tf
+
+    return [leaf for leaf in tf.nest.flatten(batch) if leaf.shape.rank]
 
 
 def num_rows_of(leaf: Any) -> tf.Tensor:

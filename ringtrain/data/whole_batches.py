@@ -39,7 +39,7 @@ class WholeBatches:
 
 
 def whole_batches(
-    x: Any, y: Any, sample_weight: Any, batch_size: int, steps: int | None, rank: int, size: int, per_call: int
+    x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps: int | None, rank: int, size: int, per_call: int
 ) -> WholeBatches:
     """Returns the batches of a rank: call i of Keras' function, of `per_call` batches, is that of rank i % size.
 
@@ -48,7 +48,7 @@ def whole_batches(
 
     Args:
         x, y, sample_weight: As in `keras.Model.evaluate`.
-        batch_size: Rows of a batch of arrays.
+        batch_size: Rows of a batch of arrays; None: as many as make `steps` batches of them, or 32.
         steps: Batches of all ranks; None: all. As in Keras, the last call is a whole one.
 
     Raises:
@@ -57,12 +57,14 @@ def whole_batches(
     import keras
     from keras.src.trainers.data_adapters import array_data_adapter
 
-    if steps:
-        steps = math.ceil(steps / per_call) * per_call
     if array_data_adapter.can_convert_arrays((x, y, sample_weight)):
-        return _of_rows(Arrays(x, y, sample_weight), batch_size, steps, rank, size, per_call)
+        rows = Arrays(x, y, sample_weight)
+        if not batch_size and steps:
+            batch_size = max(1, math.ceil(len(rows) / steps))
+        return _of_rows(rows, batch_size or 32, _whole_calls(steps, per_call), rank, size, per_call)
+    steps = _whole_calls(steps, per_call)
     if isinstance(x, Records) and y is None and sample_weight is None:
-        return _of_rows(RecordRows(x), batch_size, steps, rank, size, per_call)
+        return _of_rows(RecordRows(x), batch_size or 32, steps, rank, size, per_call)
     has_targets = y is not None or sample_weight is not None
     if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None and not has_targets:
         stream = PyDatasetStream(x, None, False, 0, steps)
@@ -71,6 +73,11 @@ def whole_batches(
         dataset = _with_length(stream.part(numbers.tolist()), len(numbers))
         return WholeBatches(dataset=ahead(dataset), num_batches=len(numbers), checksum=stream.checksum())
     return _of_stream(x, y, sample_weight, steps, rank, size, per_call)
+
+
+def _whole_calls(steps: int | None, per_call: int) -> int | None:
+    """Steps of as many whole calls of Keras' function."""
+    return steps and math.ceil(steps / per_call) * per_call
 
 
 def no_batches(spec: Any) -> WholeBatches:

@@ -321,7 +321,9 @@ class Distributed(_Reducing):
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         self.__dict__["_reached"] = []
-        super().apply(self.weighted(grads, trainable_variables), trainable_variables=trainable_variables)
+        super().apply(
+            self.weighted(grads, trainable_variables), trainable_variables
+        )  # a subclass may name them otherwise
         self._require_reduced("apply", grads)
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:

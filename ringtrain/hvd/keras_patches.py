@@ -79,7 +79,7 @@ def _reducing_first(apply: Any) -> Any:
     def apply_reduced(self: Any, grads: Any, trainable_variables: Any = None) -> None:
         inner = innermost(self)
         if not distributed(self) or inner.accumulates() or inner._reduced_before:
-            apply(self, grads, trainable_variables=trainable_variables)
+            apply(self, grads, trainable_variables)
             return
         inner.refuse_loss_scale()
         grads, variables = list(grads), list(trainable_variables or inner._trainable_variables)
@@ -89,7 +89,7 @@ def _reducing_first(apply: Any) -> Any:
         for index, grad in zip(given, reduced, strict=True):
             grads[index] = grad
         with inner.reduced_before():
-            apply(self, grads, trainable_variables=variables)
+            apply(self, grads, variables)
 
     return apply_reduced
 
@@ -100,7 +100,7 @@ def _noted(apply: Any) -> Any:
     def apply_noted(self: Any, grads: Any, trainable_variables: Any = None) -> None:
         PROCESS.has_reduced |= distributed(self)
         PROCESS.trained_alone = None if PROCESS.has_reduced else self
-        apply(self, grads, trainable_variables=trainable_variables)
+        apply(self, grads, trainable_variables)
 
     apply_noted.before_ringtrain = apply  # type: ignore[attr-defined]
     return apply_noted

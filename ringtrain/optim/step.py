@@ -116,10 +116,12 @@ class Step:
     def _of_this_rank(self, data: Any) -> Any:
         """A step of the model with this rank's part of the batch."""
         # The share of this rank in the batch, which weighs its gradients.
-        if self.share is not None:
+        if self.share is not None and isinstance(data[0], Header):
             header, data = data
             self._note(header)
             self.share.assign(header.shares[0])
+        elif self.share is not None:  # of a callback's `train_on_batch`, whole and the same on every rank
+            self.share.assign(1.0)
 
         # A rank without rows trains a placeholder row with the weight 0: what it changes is set back.
         changed = self._changed_by_a_row() if self.has_empty_parts else []
@@ -248,10 +250,9 @@ class Step:
     def _logs_of_all(self, logs: Mapping[str, Any], means: Sequence[Any]) -> Any:
         """Logs of a step of all ranks, given a part's, and the means over all rows of those that are no metrics."""
         # Metrics have the sums of all rows now. Other numbers are known as means over the parts only.
-        results = self.model.get_metrics_result()
+        results = metric_results(self.model)
         if not self.has_own:
             return results
-        results = flat_logs(results)
         values = {name: results[metric] for name, metric in self._metric_of.items()}
         values |= dict(zip(self._names_besides_metrics(logs), means, strict=True))
         return {name: values[name] for name in logs}
@@ -373,13 +374,24 @@ def flat_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def metric_results(model: keras.Model) -> dict[str, Any]:
+    """Results of a model's metrics by name, and what a `compute_metrics` of its own makes of their states."""
+    results = flat_logs(model.get_metrics_result())
+    if type(model).compute_metrics is keras.Model.compute_metrics:
+        return results
+    unchanged = {"update_state": lambda *_, **__: None}
+    try:
+        with divided.replaced([(metric, unchanged) for metric in model.metrics]):
+            return results | flat_logs(model.compute_metrics(None, None, None, None))
+    except Exception:  # the model's own code: it needs the batch
+        return results
+
+
 def _rows_of_part(batch: Any, index: int, count: int, header: Header | None) -> Any:
     """Rows of one of `count` parts of this rank's rows; without a header all parts have equally many."""
 
     def of_leaf(leaf: Any) -> Any:
-        if leaf is None:
-            return None
-        if header is None and count == 1:
+        if leaf is None or not leaf.shape.rank or (header is None and count == 1):
             return leaf
         if header is None:
             length = (leaf.shape[0] or tf.shape(leaf)[0]) // count

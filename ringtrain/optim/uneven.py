@@ -49,6 +49,8 @@ class LossWeights:
         self._losses: list[Any] | None = None
         self._weighed: list[Any] = []
         self._in_step = False
+        self._is_per_row = False
+        """whether the sum of all losses has a value per row, since one of them has no reduction"""
 
     def replace(self, share: tf.Variable | None) -> None:
         """Replaces losses and metrics. With `share`, the optimizers weigh gradients by it."""
@@ -61,6 +63,8 @@ class LossWeights:
         self._losses = []
         if self.is_divided:
             self._losses = compiled_losses(model)
+        reductions = [getattr(entry.loss, "reduction", "") for entry in self._losses]
+        self._is_per_row = "none" in reductions or None in reductions
         if compiled and self._losses:
             compiled._flat_losses[:] = [entry._replace(loss=self._weighted(entry.loss)) for entry in self._losses]
             self._replace_update(model._loss_tracker, self._of_values)
@@ -104,7 +108,11 @@ class LossWeights:
         set_untracked(metric, update_state=update)
 
     def _of_output(self, loss: Any, weight: Any) -> tuple[Any, Any]:
-        """Loss of one output, in whose mean each batch counts 1."""
+        """Loss of one output, in whose mean each batch counts 1; without a reduction, each of its rows does."""
+        if self._is_per_row:
+            loss = loss * tf.cast(self._share / self._num_parts, loss.dtype)
+        if loss.shape.rank:
+            return loss, tf.ones_like(loss) * tf.cast(self._share > 0, loss.dtype)
         return loss, self._share / self._num_parts
 
     def _of_values(self, loss: Any, num_rows: Any) -> tuple[Any, Any]:
@@ -122,7 +130,10 @@ class LossWeights:
             value = loss(y_true, y_pred, sample_weight)
             if not self._in_step:
                 return value
-            return value * tf.cast(self._factor(loss, y_true, y_pred, sample_weight), value.dtype)
+            factor = tf.cast(self._factor(loss, y_true, y_pred, sample_weight), value.dtype)
+            if self._is_per_row and not value.shape.rank:  # Keras adds it to each value of the others
+                factor = factor * tf.cast(tf.math.divide_no_nan(self._num_parts, self._share), value.dtype)
+            return value * factor
 
         return weighted
 
@@ -138,7 +149,9 @@ class LossWeights:
         is_weighted = sample_weight is not None
         values = _Ones(loss)
         divisor = values(y_true, y_pred, sample_weight)
-        is_masked = any(getattr(leaf, "_keras_mask", None) is not None for leaf in keras.tree.flatten(y_pred))
+        is_masked = values.has_mask
+        for leaf in keras.tree.flatten(y_pred):
+            is_masked |= getattr(leaf, "_keras_mask", None) is not None
         if not values.shape or (not is_weighted and not is_masked and None not in values.shape[1:]):
             return 1.0
         if train_step.has_layer(self.model, "jit"):
@@ -161,8 +174,14 @@ class _Ones(keras.losses.Loss):
         super().__init__(name=loss.name, reduction="sum", dtype=loss.dtype)
         self.loss = loss
         self.shape: tuple[int | None, ...] = ()
+        self.has_mask = False
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         values = keras.ops.convert_to_tensor(self.loss.call(y_true, y_pred))  # a function may return a plain number
         self.shape = tuple(values.shape)
-        return keras.ops.ones_like(values)
+        ones = keras.ops.ones_like(values)
+        mask = getattr(values, "_keras_mask", None)  # of a loss with ignore_class
+        if mask is not None:
+            keras.src.backend.set_keras_mask(ones, mask)
+            self.has_mask = True
+        return ones

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ringtrain import data, hvd
 from ringtrain.errors import DataError
-from ringtrain.optim.step import flat_logs, seed_of
+from ringtrain.optim.step import metric_results, seed_of
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
@@ -246,7 +246,7 @@ def states_of_metrics(model: keras.Model) -> list[NDArray[Any]]:
 
 def results_of_metrics(model: keras.Model) -> dict[str, Any]:
     """Results of a model's metrics by name, as floats or arrays."""
-    metrics = flat_logs(model.get_metrics_result())
+    metrics = metric_results(model)
     return {name: _number(keras.ops.convert_to_numpy(value)) for name, value in metrics.items()}
 
 

@@ -108,9 +108,11 @@ class StopTogether(keras.callbacks.Callback):
         self._read_stop_training()
         if not self._first_bad_step and not _is_finite(logs or {}):
             self._first_bad_step = global_step
+        # A stop that was asked for before an epoch's first step ends training after it, as in Keras.
+        is_first = self.run.clock.before % self.run.numbers.steps_per_epoch == 0
         is_early = self.run.clock.before < self.run.start.global_step + self.run.config.health.agree_every_steps
         compares = is_early and self.run.fingerprint() is not None  # before other batches are trained
-        if compares or any(map(self.run.clock.passed, self.every_steps)):
+        if compares or is_first or any(map(self.run.clock.passed, self.every_steps)):
             self._agree()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
