@@ -13,11 +13,14 @@ from ringtrain.data.dataset import Split
 from ringtrain.data.division import divide
 from ringtrain.data.fit_arguments import FitArguments
 from ringtrain.data.from_rank_0 import FromRank0, StreamOfRank0, leaves, packed, read_on_rank_0
-from ringtrain.data.pipeline_graph import RandomOperation, random_operations
+from ringtrain.data.pipeline_graph import RandomOperation, caches_in_file, random_operations
 from ringtrain.data.py_dataset import PyDatasetStream
 from ringtrain.data.records import RecordRows, Records
 from ringtrain.data.streams import Stream, first_part, num_rows
 from ringtrain.errors import DataError
+
+IN_A_FILE = "cache in a file"
+"""for which rank 0 reads, as random operations are"""
 
 
 def shapes_of(train: NumberedRows | Stream) -> tuple[Any, int]:
@@ -150,6 +153,8 @@ def operations_by_rank(x: Any) -> tuple[list[RandomOperation], str]:
     if not hvd.is_initialized() or hvd.size() == 1:
         return operations, ""
     differing = ", ".join(operation.text for operation in operations if operation.always_differs)
+    if isinstance(x, tf.data.Dataset) and caches_in_file(x):
+        differing = differing or IN_A_FILE
     of_ranks = hvd.allgather_object((differing, checksum), name="ringtrain_random_operations")
     if not any(of_rank for of_rank, _ in of_ranks) and len({of_rank for _, of_rank in of_ranks}) > 1:
         differing = ", ".join(operation.text for operation in operations)
@@ -178,6 +183,8 @@ def _validation(held_out: Any, given: FitArguments, batch_size: int) -> Split:
     if held_out is None:
         return NoSamples()
     steps = given.validation_steps
+    if isinstance(held_out, tf.data.Dataset) and hvd.is_initialized() and hvd.size() > 1 and caches_in_file(held_out):
+        held_out = FromRank0(held_out)
     if isinstance(held_out, FromRank0):
         if hvd.elastic.is_on():
             _check_elastic(held_out, ())

@@ -67,6 +67,14 @@ def copy_of(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
         return None
 
 
+def caches_in_file(dataset: tf.data.Dataset) -> bool:
+    """Returns whether a pipeline has a `cache` in a file, which one process can write."""
+    filename = getattr(dataset, "_filename", None)
+    if type(dataset).__name__ == "CacheDataset" and filename is not None and bool(filename.numpy()):
+        return True
+    return any(map(caches_in_file, dataset._inputs()))
+
+
 def random_operations(dataset: tf.data.Dataset) -> tuple[list[RandomOperation], int]:
     """Parts of a pipeline that may differ between processes, and a checksum of the variables that it reads."""
     try:

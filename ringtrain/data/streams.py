@@ -124,7 +124,7 @@ class Stream(Split):
     def plan(self) -> dict[str, str]:
         """Row of the plan that says who makes the rows."""
         if self.why_rank_0:
-            return {"made by": f"rank 0, as each rank would get other batches from {self.why_rank_0}"}
+            return {"made by": f"rank 0, as each rank would get other batches from {self.why_rank_0}, or none"}
         if self.division:
             also = f"; {self.division.remark}" if self.division.remark else ""
             return {"made by": f"each rank, its rows alone{also}"}

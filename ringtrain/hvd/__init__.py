@@ -136,7 +136,13 @@ from ringtrain.hvd.collectives import (
     shutdown,
 )
 from ringtrain.hvd.compression import Compression
-from ringtrain.hvd.distributed import GradientNorm, track_gradient_norm, variables_of_one_rank, weigh_gradients
+from ringtrain.hvd.distributed import (
+    GradientNorm,
+    average_accumulated,
+    track_gradient_norm,
+    variables_of_one_rank,
+    weigh_gradients,
+)
 from ringtrain.hvd.keras_patches import jit_gradients, optimizers_of
 from ringtrain.hvd.model_parallel.columns import Whole, columns_of, refuse_optimizer, whole_variables
 from ringtrain.hvd.model_parallel.stages import split

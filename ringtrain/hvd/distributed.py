@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from ringtrain.errors import OutOfSync
+from ringtrain.hvd.collectives import allreduce
 from ringtrain.hvd.keras_patches import distributed, innermost, make_plain, saved_as_its_base, set_class
 from ringtrain.hvd.reducer import Reducer, name_of
 from ringtrain.hvd.reduction import Reduction, scaled
@@ -82,6 +83,14 @@ def variables_of_one_rank(optimizer: Any, now: bool = False) -> list[Any]:
         if isinstance(single, _Reducing):
             kept += single.of_one_rank(now)
     return kept
+
+
+def average_accumulated(optimizer: Any) -> None:
+    """Averages over the ranks the accumulated gradients, which are those of their rows until an update. Collective."""
+    inner = innermost(optimizer)
+    for single in getattr(inner, "optimizers", [inner]):
+        for index, variable in enumerate(getattr(single, "_accumulated_gradients", None) or []):
+            variable.assign(allreduce(variable.value, name=f"ringtrain_accumulated_{index}"))
 
 
 class GradientNorm:
@@ -286,6 +295,15 @@ class _Reducing(keras.optimizers.Optimizer):
         PLACE.note_each("reduced", variables, reduced)
         return reduced
 
+    def reduce_given(self, grads: Any, variables: Any) -> list[Any]:
+        """Reduces the gradients of an update that are not None."""
+        grads = list(grads)
+        given = [index for index, grad in enumerate(grads) if grad is not None]
+        reduced = self.reduce([grads[index] for index in given], [variables[index] for index in given])
+        for index, grad in zip(given, reduced, strict=True):
+            grads[index] = grad
+        return grads
+
     @contextlib.contextmanager
     def reduced_before(self) -> Iterator[None]:
         """Context in which updates treat their gradients as already reduced."""
@@ -321,9 +339,17 @@ class Distributed(_Reducing):
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         self.__dict__["_reached"] = []
-        super().apply(
-            self.weighted(grads, trainable_variables), trainable_variables
-        )  # a subclass may name them otherwise
+        apply = super().apply  # by position: a subclass may name its arguments otherwise
+        is_own = getattr(apply, "__func__", None) is not keras.optimizers.Optimizer.apply
+        grads = self.weighted(grads, trainable_variables)
+        if is_own and not (self._reduced_before or self.accumulates() or self.reducer):
+            # What a subclass does with gradients, such as taking their signs, it does with the reduced ones.
+            variables = list(trainable_variables or self._trainable_variables)
+            grads = self.reduce_given(grads, variables)
+            with self.reduced_before():
+                apply(grads, variables)
+        else:
+            apply(grads, trainable_variables)
         self._require_reduced("apply", grads)
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:

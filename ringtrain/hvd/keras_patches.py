@@ -83,11 +83,7 @@ def _reducing_first(apply: Any) -> Any:
             return
         inner.refuse_loss_scale()
         grads, variables = list(grads), list(trainable_variables or inner._trainable_variables)
-        grads = inner.weighted(grads, variables)
-        given = [index for index, grad in enumerate(grads) if grad is not None]
-        reduced = inner.reduce([grads[index] for index in given], [variables[index] for index in given])
-        for index, grad in zip(given, reduced, strict=True):
-            grads[index] = grad
+        grads = inner.reduce_given(inner.weighted(grads, variables), variables)
         with inner.reduced_before():
             apply(self, grads, variables)
 

@@ -175,7 +175,7 @@ class PhaseTracker:
         def noting_apply(grads: Any, trainable_variables: Any = None) -> None:
             if not getattr(innermost(model.optimizer), "_reduced_before", None):
                 self.note("computed", [gradient for gradient in grads if gradient is not None])
-            apply(grads, trainable_variables=trainable_variables)
+            apply(grads, trainable_variables)
 
         wrap(model, "timing", noting)
         set_untracked(model.optimizer, apply=noting_apply)

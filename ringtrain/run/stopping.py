@@ -78,6 +78,8 @@ class StopTogether(keras.callbacks.Callback):
         self.run, config, steps_per_epoch = run, run.config, run.numbers.steps_per_epoch
         every_save = config.checkpoint.every_steps or steps_per_epoch
         self.every_steps = {config.health.agree_every_steps, every_save, steps_per_epoch}
+        if any(map(_may_stop_within_epochs, run.users_callbacks)):
+            self.every_steps = {1}
         self.save_is_due = False
         before = run.start.ending
         self.is_ended = before.is_ended or (run.ends_with_callbacks and run.start.is_ended)
@@ -183,6 +185,17 @@ class StopTogether(keras.callbacks.Callback):
             f"non-finite loss{where} at step {step} (epoch {epoch + 1}, batch {batch + 1}): lower the"
             f" learning rate or check this batch; the last checkpoint is older"
         )
+
+
+def _may_stop_within_epochs(callback: keras.callbacks.Callback) -> bool:
+    """Returns whether a callback runs code of a script at batches, which may set `stop_training`."""
+    for hook in ("on_train_batch_begin", "on_train_batch_end"):
+        is_own_method = getattr(type(callback), hook) is not getattr(keras.callbacks.Callback, hook)
+        is_of_keras = type(callback).__module__.startswith(("keras.", "ringtrain."))
+        # A LambdaCallback has the script's functions as attributes of its own.
+        if hook in vars(callback) or (is_own_method and not is_of_keras):
+            return True
+    return False
 
 
 def _is_finite(logs: Mapping[str, Any]) -> bool:

@@ -167,6 +167,17 @@ def distribute(process: Process, optimizers: Sequence[Any], door: str) -> None:
             )
 
 
+def _unite_slots(model: keras.Model) -> None:
+    """Gives the optimizers of all ranks the same slots, where each rank has some of its own. Collective."""
+    slots = []
+    for optimizer in hvd.optimizers_of(model):
+        hvd.average_accumulated(optimizer)
+        if hvd.local_steps_of(model) > 1:
+            slots += innermost(optimizer).of_one_rank(now=True)
+    if slots:
+        hvd.broadcast_variables(slots, root_rank=0)
+
+
 @contextlib.contextmanager
 def unchanged_afterwards(model: keras.Model, seeds_ranks: bool = True) -> Iterator[None]:
     """Context after which model, optimizers and layers are as before it, but for what is trained; see docs/fit.md.
@@ -189,11 +200,8 @@ def unchanged_afterwards(model: keras.Model, seeds_ranks: bool = True) -> Iterat
         if seeds_ranks:  # the script's next random numbers are equal on all ranks again: rank 0's
             hvd.broadcast_variables(hvd.global_seed(create=True), root_rank=0)
             numbers = [state.numpy() for state in hvd.global_seed()]
-        if hvd.size() > 1 and hvd.local_steps_of(model) > 1 and not of_script:
-            slots = []
-            for optimizer in hvd.optimizers_of(model):
-                slots += innermost(optimizer).of_one_rank(now=True)
-            hvd.broadcast_variables(slots, root_rank=0)  # the ranks' slots differ
+        if hvd.size() > 1 and not of_script:
+            _unite_slots(model)
     finally:
         for optimizer, apply in zip(optimizers, applies, strict=True):
             vars(optimizer).pop("apply", None)

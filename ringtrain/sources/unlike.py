@@ -58,6 +58,9 @@ def unlike_one_process(model: keras.Model, batch: Any, rows: Rows | None, of_vir
 def _of_each_rank(model: keras.Model, seen: divided.Comparison) -> list[str]:
     """What each rank computes of its own rows, or draws by itself."""
     found = []
+    names = [layer.name for layer in layers_of(model) if _pads_to_longest(layer)]
+    if names:
+        found.append(f"{', '.join(names)} pads to the longest of each rank's texts: give output_sequence_length")
     if any(not hasattr(layer, "device_of_sums") for layer in hvd.batch_norm_layers(model)):
         found.append("batch normalization uses each rank's rows (all rows with model.sync_batch_norm)")
     if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
@@ -67,6 +70,12 @@ def _of_each_rank(model: keras.Model, seen: divided.Comparison) -> list[str]:
     if seen.draws_by_tensorflow:
         found.append("tf.random draws other numbers on each rank")
     return found
+
+
+def _pads_to_longest(layer: Any) -> bool:
+    """Returns whether a layer pads texts to the longest one of what it is given."""
+    is_vectorization = isinstance(layer, keras.layers.TextVectorization)
+    return is_vectorization and layer._output_mode == "int" and layer._output_sequence_length is None
 
 
 def _not_over_rows(model: keras.Model, rows: Rows | None, seen: divided.Comparison) -> list[str]:
