@@ -163,9 +163,13 @@ def operations_by_rank(x: Any) -> tuple[list[RandomOperation], str]:
 
 def _check_elastic(x: Any, differing: Sequence[str]) -> None:
     """Raises DataError for batches that a rank which joins cannot make again."""
+    import tensorflow as tf
+
     why = ""
     if differing:
         why = f"a pipeline with {', '.join(differing)} gives each rank other batches: give random operations a seed"
+    elif isinstance(x, tf.data.Dataset) and caches_in_file(x):
+        why = "the ranks of a host would write the same file: use cache() without one"
     elif isinstance(x, FromRank0):
         why = "rank 0 may be lost, and what it has read with it: pass batches that every rank can make"
     elif callable(x):
@@ -175,6 +179,17 @@ def _check_elastic(x: Any, differing: Sequence[str]) -> None:
 
 
 def _validation(held_out: Any, given: FitArguments, batch_size: int) -> Split:
+    """Validation data; those of a cache in a file from rank 0, which writes it."""
+    import tensorflow as tf
+
+    from ringtrain import hvd
+
+    if isinstance(held_out, tf.data.Dataset) and hvd.is_initialized() and hvd.size() > 1 and caches_in_file(held_out):
+        held_out = FromRank0(held_out)
+    return _held_out(held_out, given, batch_size)
+
+
+def _held_out(held_out: Any, given: FitArguments, batch_size: int) -> Split:
     import keras
     import tensorflow as tf
 
@@ -183,13 +198,11 @@ def _validation(held_out: Any, given: FitArguments, batch_size: int) -> Split:
     if held_out is None:
         return NoSamples()
     steps = given.validation_steps
-    if isinstance(held_out, tf.data.Dataset) and hvd.is_initialized() and hvd.size() > 1 and caches_in_file(held_out):
-        held_out = FromRank0(held_out)
     if isinstance(held_out, FromRank0):
         if hvd.elastic.is_on():
             _check_elastic(held_out, ())
         source = held_out.batches
-        return _read_once(*read_on_rank_0(lambda: _read(_batches(_validation(source, given, batch_size)))))
+        return _read_once(*read_on_rank_0(lambda: _read(_batches(_held_out(source, given, batch_size)))))
     if isinstance(held_out, GeneratorType):
         return _generated(held_out, steps)
     is_endless = isinstance(held_out, tf.data.Dataset) and held_out.cardinality() == tf.data.INFINITE_CARDINALITY

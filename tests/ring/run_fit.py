@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import alike_jobs
 import configured_jobs
 import evaluate_jobs
 import kept_jobs
@@ -807,6 +808,7 @@ def what_differs_is_refused() -> None:
 
 
 MODULES = (
+    alike_jobs,
     keras_jobs,
     kept_jobs,
     loop_jobs,

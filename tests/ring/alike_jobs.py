@@ -1,0 +1,185 @@
+"""What scripts combine in Keras' `fit`, and several ranks must not change; see run_fit.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from fit_alike import CLASSES, OUTPUT, SAME, X, Y, compiled, dense, distance, equals_one_process, options
+from keras import layers
+from only import only
+
+import ringtrain
+from ringtrain import hvd
+from ringtrain.config import TrainConfig
+
+
+def _with_losses(*losses: Any) -> keras.Model:
+    """A model with two outputs, of three numbers and of three classes."""
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((6,))
+    hidden = layers.Dense(8, activation="tanh")(inputs)
+    outputs = [layers.Dense(3, name="numbers")(hidden), layers.Dense(3, activation="softmax", name="classes")(hidden)]
+    return compiled(keras.Model(inputs, outputs), losses)
+
+
+def losses_that_count_some_rows() -> None:
+    """A class that a loss ignores is in other rows on each rank."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1)
+    ignored = np.where(np.arange(100) % 32 < 12, 1, CLASSES)
+    equals_one_process(lambda: compiled(dense(), loss), X, ignored, "ignore-class")
+    virtual = options(train=TrainConfig(virtual_ranks=4))
+    equals_one_process(lambda: compiled(dense(), loss), X, ignored, "ignore-class-virtual", options=virtual)
+
+
+def losses_without_a_reduction() -> None:
+    """Keras adds a loss that is reduced to each row of one that is not."""
+    error, entropy = keras.losses.MeanSquaredError, keras.losses.SparseCategoricalCrossentropy
+    for name, losses in {
+        "first": (error(reduction="none"), entropy()),
+        "second": (error(), entropy(reduction="none")),
+        "both": (error(reduction="none"), entropy(reduction="none")),
+    }.items():
+        more = {"within": 1e-8, "options": options()}
+        equals_one_process(lambda losses=losses: _with_losses(*losses), X, [Y, CLASSES], f"none-{name}", **more)
+
+
+@only(np=2)
+def numbers_of_steps_without_a_batch_size() -> None:
+    """Rows are parted into as many batches."""
+    sizes = {"batch_size": None, "steps_per_epoch": 3, "validation_data": (X[:70], Y[:70]), "validation_steps": 2}
+    ours, _ = equals_one_process(lambda: compiled(dense()), X, Y, "steps", **sizes)
+    split = {"batch_size": None, "steps_per_epoch": 7, "validation_split": 0.3, "validation_steps": 4}
+    equals_one_process(lambda: compiled(dense()), X, Y, "steps-split", **split)
+    found = ringtrain.evaluate(ours, X, Y, steps=3, verbose=0)
+    np.testing.assert_allclose(found, ours.evaluate(X, Y, steps=3, verbose=0), rtol=1e-9)
+
+
+class Derived(keras.Model):
+    """Makes another number of the states of its metrics."""
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        logs = super().compute_metrics(x, y, y_pred, sample_weight)
+        return logs | {"rmse": keras.ops.sqrt(logs["loss"])}
+
+
+def results_that_a_model_derives_from_its_metrics() -> None:
+    """Also where the last batch, or all but one, has fewer rows than ranks."""
+
+    def make() -> keras.Model:
+        inner = dense()
+        return compiled(Derived(inner.inputs, inner.outputs), metrics=["mae"])
+
+    for name, number in (("derived", 65), ("derived-few", 33)):
+        held_out = {"validation_data": (X[:number], Y[:number]), "validation_batch_size": 32}
+        ours, _ = equals_one_process(make, X[:number], Y[:number], name, **held_out)
+        words = {"batch_size": 32, "verbose": 0, "return_dict": True}
+        found = ringtrain.evaluate(ours, X[:number], Y[:number], **words)
+        for log, value in ours.evaluate(X[:number], Y[:number], **words).items():
+            np.testing.assert_allclose(found[log], value, rtol=1e-9, err_msg=log)
+
+
+@only(np=2)
+def gradients_that_a_fit_leaves_for_the_next_one() -> None:
+    """Three of four micro-steps are left over."""
+
+    def make() -> keras.Model:
+        return compiled(dense(), optimizer=keras.optimizers.SGD(0.05, gradient_accumulation_steps=4))
+
+    ours, reference = make(), make()
+    for epochs in (1, 2):
+        words = {**SAME, "batch_size": 15, "epochs": epochs}
+        ringtrain.fit(ours, X, Y, options=options(), **words)
+        reference.fit(X, Y, **words)
+        for slot, expected in zip(ours.optimizer.variables, reference.optimizer.variables, strict=True):
+            np.testing.assert_allclose(slot, expected, atol=1e-10, err_msg=slot.path)
+        assert distance(ours, reference) < 1e-10
+
+
+class Signed(keras.optimizers.SGD):
+    """Takes the signs of all gradients, with names of arguments of its own."""
+
+    def apply(self, gradients: Any, variables: Any = None) -> None:
+        super().apply([keras.ops.sign(gradient) for gradient in gradients], variables)
+
+
+def optimizers_that_change_gradients_first() -> None:
+    """They get the reduced ones: the sign of a mean is no mean of signs."""
+    equals_one_process(lambda: compiled(dense(), optimizer=Signed(0.01)), X, Y, "signed")
+
+
+class Scaled(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = dense()
+
+    def call(self, inputs: Any) -> Any:
+        return self.inner(inputs[0]) * inputs[1]
+
+
+@only(np=2)
+def a_number_beside_the_rows_of_a_batch() -> None:
+    def batches() -> tf.data.Dataset:
+        rows = tf.data.Dataset.from_tensor_slices((X[:96], Y[:96])).batch(32)
+        return rows.map(lambda x, y: ((x, tf.constant(0.5, tf.float64)), y))
+
+    words = {"epochs": 2, "verbose": 0}
+    ours, reference = compiled(Scaled()), compiled(Scaled())
+    ringtrain.fit(ours, batches(), options=options(), **words)
+    reference.fit(batches(), **words)
+    assert distance(ours, reference) < 1e-10
+
+
+class OneBatchMore(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.train_on_batch(X[:8], Y[:8])
+
+
+def callbacks_that_train_a_batch() -> None:
+    """The same whole batch on every rank."""
+    ours, reference = compiled(dense()), compiled(dense())
+    ringtrain.fit(ours, X, Y, options=options(), callbacks=[OneBatchMore()], **SAME)
+    reference.fit(X, Y, callbacks=[OneBatchMore()], **SAME)
+    assert distance(ours, reference) < 1e-10
+
+
+@only(np=2)
+def a_cache_in_a_file_of_all_ranks() -> None:
+    """One process can write it: rank 0 reads for all."""
+
+    def batches(name: str) -> tf.data.Dataset:
+        rows = tf.data.Dataset.from_tensor_slices((X[:96], Y[:96])).map(lambda x, y: (2 * x, y))
+        return rows.cache(str(OUTPUT / name)).batch(32)
+
+    ours, reference = compiled(dense()), compiled(dense())
+    words = {"epochs": 2, "verbose": 0}
+    held_out = f"held-out-{hvd.size()}"
+    ringtrain.fit(ours, batches("ours"), validation_data=batches(held_out), options=options(), **words)
+    reference.fit(batches(f"reference-{hvd.rank()}"), **words)
+    assert distance(ours, reference) < 1e-10
+
+
+class StopAt(keras.callbacks.Callback):
+    """Asks for the end in one of its methods."""
+
+    def __init__(self, hook: str, number: int) -> None:
+        super().__init__()
+        setattr(self, hook, lambda now, logs=None: self._stop(now == number))
+
+    def _stop(self, is_due: bool) -> None:
+        if is_due:
+            self.model.stop_training = True
+
+
+@only(np=2)
+def stops_that_a_callback_asks_for() -> None:
+    """After as many steps as Keras makes."""
+    for hook, number in {"on_epoch_begin": 1, "on_train_batch_begin": 1, "on_train_batch_end": 2}.items():
+        ours, reference = compiled(dense()), compiled(dense())
+        words = {**SAME, "batch_size": 20}
+        ringtrain.fit(ours, X, Y, options=options(), callbacks=[StopAt(hook, number)], **words)
+        reference.fit(X, Y, callbacks=[StopAt(hook, number)], **words)
+        assert int(ours.optimizer.iterations) == int(reference.optimizer.iterations), hook
+        assert distance(ours, reference) < 1e-10
