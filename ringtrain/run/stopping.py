@@ -78,8 +78,9 @@ class StopTogether(keras.callbacks.Callback):
         self.run, config, steps_per_epoch = run, run.config, run.numbers.steps_per_epoch
         every_save = config.checkpoint.every_steps or steps_per_epoch
         self.every_steps = {config.health.agree_every_steps, every_save, steps_per_epoch}
-        if any(map(_may_stop_within_epochs, run.users_callbacks)):
-            self.every_steps = {1}
+        self._agrees_each_step = any(map(_may_stop_within_epochs, run.users_callbacks))
+        """whether a callback of this rank may ask for the end after any step; its ranks agree on that, too"""
+        self._has_agreed = False
         self.save_is_due = False
         before = run.start.ending
         self.is_ended = before.is_ended or (run.ends_with_callbacks and run.start.is_ended)
@@ -111,7 +112,7 @@ class StopTogether(keras.callbacks.Callback):
         if not self._first_bad_step and not _is_finite(logs or {}):
             self._first_bad_step = global_step
         # A stop that was asked for before an epoch's first step ends training after it, as in Keras.
-        is_first = self.run.clock.before % self.run.numbers.steps_per_epoch == 0
+        is_first = not self._has_agreed or self.run.clock.before % self.run.numbers.steps_per_epoch == 0
         is_early = self.run.clock.before < self.run.start.global_step + self.run.config.health.agree_every_steps
         compares = is_early and self.run.fingerprint() is not None  # before other batches are trained
         if compares or is_first or any(map(self.run.clock.passed, self.every_steps)):
@@ -133,7 +134,7 @@ class StopTogether(keras.callbacks.Callback):
         time_is_up = run.rank == 0 and 0 < run.config.train.max_time_s < now_s - self._begin_s
         save = run.rank == 0 and 0 < 60 * run.config.checkpoint.every_minutes < now_s - self._saved_s
         ends_quietly = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in run.users_callbacks)
-        requests = [run.signals.received, time_is_up, bool(self._reason), save, ends_quietly]
+        requests = [run.signals.received, time_is_up, bool(self._reason), save, ends_quietly, self._agrees_each_step]
         batches = run.fingerprint() or 0
         mirror = run.lock.mirror
         taken_over = mirror is not None and mirror.lease.is_lost
@@ -141,7 +142,10 @@ class StopTogether(keras.callbacks.Callback):
         local = np.array([*problems, *requests, batches, -batches], np.int32)
         if run.size > 1:
             local = hvd.allreduce(local, op=hvd.Max, name="ringtrain_stop").numpy()
-        bad, unreadable, taken_over, number, time_is_up, requested, save, ends_quietly, highest, lowest = local
+        bad, unreadable, taken_over, number, time_is_up, requested, save, ends_quietly, each, highest, lowest = local
+        self._has_agreed = True
+        if each:
+            self.every_steps = {1}
         if highest != -lowest:
             self._raise_other_batches(batches)
         if save:

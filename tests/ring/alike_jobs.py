@@ -183,3 +183,9 @@ def stops_that_a_callback_asks_for() -> None:
         reference.fit(X, Y, callbacks=[StopAt(hook, number)], **words)
         assert int(ours.optimizer.iterations) == int(reference.optimizer.iterations), hook
         assert distance(ours, reference) < 1e-10
+
+    # On one rank alone, as of a script that gives callbacks to one.
+    ours = compiled(dense())
+    callbacks = [StopAt("on_train_batch_end", 2)] * (hvd.rank() == 1)
+    ringtrain.fit(ours, X, Y, options=options(), callbacks=callbacks, **{**SAME, "batch_size": 20})
+    assert int(ours.optimizer.iterations) == 3
