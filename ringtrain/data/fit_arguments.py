@@ -52,34 +52,34 @@ class FitArguments:
 
 def with_batch_sizes(given: FitArguments) -> FitArguments:
     """Arguments with the batch sizes that Keras takes for arrays if only a number of steps is given."""
-    from keras.src.trainers.data_adapters import array_data_adapter
     from keras.utils import unpack_x_y_sample_weight
 
     if given.batch_size is not None or given.batch_per_rank:
         return given
     batch_size, held_out_size = given.batch_size, given.validation_batch_size
-    held_out = given.validation_data
-    if array_data_adapter.can_convert_arrays((given.x, given.y)):
-        num_rows = _num_rows(given.x)
-        num_trained = num_rows
-        if given.validation_split and held_out is None:
-            num_trained = math.floor(num_rows * (1.0 - given.validation_split))
-        if given.steps_per_epoch:
-            batch_size = max(1, math.ceil(num_trained / given.steps_per_epoch))
+    num_trained, num_held_out = _num_rows(given.x), 0
+    if isinstance(given.validation_data, tuple | list):
+        num_held_out = _num_rows(unpack_x_y_sample_weight(given.validation_data)[0])
+    elif given.validation_split:
+        num_rows = num_trained
+        num_trained = math.floor(num_rows * (1.0 - given.validation_split))
         num_held_out = num_rows - num_trained
-    else:
-        num_held_out = 0
-    if isinstance(held_out, tuple | list) and array_data_adapter.can_convert_arrays(held_out):
-        num_held_out = _num_rows(unpack_x_y_sample_weight(held_out)[0])
-    if given.validation_steps and num_held_out and given.validation_batch_size is None:
+    if given.steps_per_epoch and num_trained:
+        batch_size = math.ceil(num_trained / given.steps_per_epoch)
+    if given.validation_steps and num_held_out and held_out_size is None:
         held_out_size = math.ceil(num_held_out / given.validation_steps)
     return replace(given, batch_size=batch_size, validation_batch_size=held_out_size)
 
 
-def _num_rows(arrays: Any) -> int:
+def _num_rows(x: Any) -> int:
+    """Number of rows of arrays; 0 for anything else."""
     import keras
+    from keras.src.trainers.data_adapters import array_data_adapter
 
-    return int(keras.tree.flatten(arrays)[0].shape[0])
+    if x is None or not array_data_adapter.can_convert_arrays(x):
+        return 0
+    shape = getattr(keras.tree.flatten(x)[0], "shape", ())
+    return int(shape[0]) if shape else 0
 
 
 OF_DATA = (
