@@ -50,6 +50,10 @@ def losses_without_a_reduction() -> None:
 def numbers_of_steps_without_a_batch_size() -> None:
     """Rows are parted into as many batches."""
     sizes = {"batch_size": None, "steps_per_epoch": 3, "validation_data": (X[:70], Y[:70]), "validation_steps": 2}
+    ours, reference = compiled(dense()), compiled(dense())
+    ringtrain.fit(ours, X, Y, 20, 2, 0, shuffle=False, options=options())  # by position, too
+    reference.fit(X, Y, 20, 2, 0, shuffle=False)
+    assert distance(ours, reference) < 1e-10
     ours, _ = equals_one_process(lambda: compiled(dense()), X, Y, "steps", **sizes)
     split = {"batch_size": None, "steps_per_epoch": 7, "validation_split": 0.3, "validation_steps": 4}
     equals_one_process(lambda: compiled(dense()), X, Y, "steps-split", **split)
