@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.protocol.env import JOB, LEASE
-from ringtrain.protocol.gate import GATE
+from ringtrain.protocol.gate import FOLDER
 from ringtrain.protocol.launchers import names
 from ringtrain.protocol.status import STATUS_FILES, STATUS_LENGTH
 
@@ -193,6 +193,7 @@ echo "{SAYS}reached ${{3:-}}"
 echo "{SAYS}ready $(uname -n) $version"
 # Unless all ranks had started, mpirun may start some here until it is killed on its own host.
 least={2 * PATIENCE_S}
+gate=
 # The reader outlives an agent that is killed: what it prints then would be taken for a reason of ssh.
 while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$order"' 2>/dev/null); do
     case $order in
@@ -217,13 +218,19 @@ while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$or
         done
         echo "{SAYS}taken $taken" ;;
     go*)
-        rm -rf "{GATE}-$job" "{GATE}-$job.new"
-        (umask 077 && echo "${{order#go }}" >"{GATE}-$job.new" && mv "{GATE}-$job.new" "{GATE}-$job") ;;
+        set -- $order
+        gate={FOLDER}/$2
+        # Whole or not at all: a rank that waits reads it as soon as it is there.
+        if (set -C && umask 077 && echo "$3" >"$gate.new") && mv "$gate.new" "$gate"; then
+            echo "{SAYS}opened"
+        else
+            echo "{SAYS}not-opened"
+        fi ;;
     esac
 done
 sweep
 boxes
-rm -f "{GATE}-$job"
+[ -z "$gate" ] || rm -f "$gate" "$gate.new"
 [ -z "$alone$met" ] || echo "{SAYS}tensorflow ${{met:-alone}}"
 [ "$(killed_for_memory)" = "$before" ] || echo "{SAYS}memory"
 echo "{SAYS}swept$first"

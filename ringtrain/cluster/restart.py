@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import re
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -13,9 +12,11 @@ from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
 from ringtrain.cluster.host_agent import LEASE_S
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.launch_options import LaunchOptions
+from ringtrain.protocol import as_main
 from ringtrain.protocol.attempt import Attempt
 
-FAILURES_OF_A_HOST, RECENT = 2, 5  # of the job's last failures, after which a host is excluded while they are the last
+FAILURES_OF_A_HOST, RECENT = 2, 5  # so many of the job's last failures exclude a host
+EXCLUDED_FOR, TIMES = 4, 4  # failures of the job; so many times as long if the host fails soon after it is back
 ANSWER_S = 20.0  # for a host to answer before the job restarts without it
 ASKED_TO_STOP = (129, 130, 138, 143)  # 128 + SIGHUP, SIGINT, SIGUSR1, SIGTERM: the job saved and exited
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0  # before a restart; doubled for each failure without new steps
@@ -50,8 +51,11 @@ class Restarts:
         """hosts that were lost, or do not answer"""
         self._recent: deque[tuple[str, ...]] = deque(maxlen=RECENT)
         """hosts of the job's last failures"""
+        self._excluded: dict[str, tuple[int, int]] = {}
+        """of hosts that fail often: the number of failures of the job at which they are back, and for how many they are
+        excluded"""
         self._often: frozenset[str] = frozenset()
-        """hosts that have FAILURES_OF_A_HOST of these"""
+        """hosts that are excluded now"""
         self._often_slots = 0
         self._furthest_step = -1
         self._in_vain = 0
@@ -101,24 +105,40 @@ class Restarts:
         self._furthest_step = max(self._furthest_step, result.global_step)
         self._recent.append(result.hosts)
         if not self._options.keep_hosts:
-            failures = Counter(itertools.chain(*self._recent))
-            self._often = frozenset(host for host, number in failures.items() if number >= FAILURES_OF_A_HOST)
+            for host in result.hosts:
+                self._exclude(host)
+            now = len(self.results)
+            self._often = frozenset(host for host, (until, _) in self._excluded.items() if now < until)
             self._often_slots = self._slots_of(self._often)
+
+    def _exclude(self, host: str) -> None:
+        """Excludes a host that has failed, if it does so often: for longer each time that it does once it is back."""
+        now = len(self.results)
+        until, num_failures = self._excluded.pop(host, (-RECENT, 0))
+        if now - until <= RECENT:
+            num_failures *= TIMES
+        elif sum(host in hosts for hosts in self._recent) >= FAILURES_OF_A_HOST:
+            num_failures = EXCLUDED_FOR
+        else:
+            return
+        self._excluded[host] = now + num_failures, num_failures
 
     def _choose(self) -> None:
         """Leaves out hosts that do not answer, and hosts that fail often unless --min-np needs them."""
         options = self._options
-        self.left_out = self._silent | self._often
+        often = self._often - self._silent
         slots = self._all_slots - self._often_slots - self._slots_of(self._silent - self._often)
-        if slots < max(1, options.min_np):
-            self.left_out = self._silent
-            slots = self._all_slots - self._slots_of(self._silent)
+        # Those first that are excluded for the shortest time.
+        for host in sorted(often, key=lambda host: (self._excluded[host][1], host)):
+            if slots < max(1, options.min_np):
+                often -= {host}
+                slots += self._slots_of([host])
+        self.left_out = self._silent | often
         self.num_slots = slots
         if options.oversubscribe and not options.elastic and slots:
             self.num_ranks = self._all_ranks
         else:
-            has_batch_per_rank = "ringtrain.train" in options.command
-            self.num_ranks = ranks_on(slots, self._all_ranks, options.min_np, has_batch_per_rank)
+            self.num_ranks = ranks_on(slots, self._all_ranks, options.min_np, not takes_any_number(options.command))
 
     def _slots_of(self, hosts: Iterable[str]) -> int:
         return sum(self._slots.get(host, 0) for host in hosts)
@@ -155,6 +175,16 @@ def why_not(result: JobResult, before: Sequence[JobResult], options: LaunchOptio
     if last and result.where == last.where and result.kind != HOST_LOST:
         return f"it failed at the same step twice ({result.where_in_words})"
     return ""
+
+
+@functools.cache
+def takes_any_number(command: tuple[str, ...]) -> bool:
+    """Whether a command is a script of Python, and no configured run, whose batch is that of a rank."""
+    try:
+        as_main.place_of_script(command)
+    except ValueError:  # a program that may start one
+        return False
+    return not any("ringtrain.train" in word for word in command)
 
 
 @functools.cache

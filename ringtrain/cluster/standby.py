@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from ringtrain.cluster import restart
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.launch_options import LaunchOptions
+from ringtrain.cluster.processes import say
 from ringtrain.cluster.supervisor import Stopped, Supervisor
 from ringtrain.errors import LaunchError
 from ringtrain.protocol import as_main, gate
+from ringtrain.protocol.env import GATE
 
 AFTER_S = 5.0
 """seconds after hvd.init() in which the job that runs gets the processors for its first steps"""
+READ_S = 0.2
+"""seconds between two looks at what waiting ranks have printed"""
 
 
 class Standby:
@@ -31,16 +36,23 @@ class Standby:
         self, supervisor: Callable[..., Supervisor], planner: Callable[[Job], Plan], options: LaunchOptions
     ) -> None:
         self.supervisor, self.planner, self.options = supervisor, planner, options
-        self._waiting: Supervisor | None = None
+        self._waiting: list[Supervisor] = []
+        """one, once the thread has made it"""
+        self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
-        self._thread = threading.Thread()
+        """nothing more is started, nor read, by the thread"""
+        self._ending: list[threading.Thread] = []
         self._variables: dict[str, str] = {}
 
     def __enter__(self) -> Standby:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        self._is_over.set()
+        if self._thread:
+            _end(self._thread, self._waiting)
+        for thread in self._ending:
+            thread.join()
 
     def follow(self, supervised: Supervisor, job: Job) -> None:
         """Lets ranks stand by that could replace those of a job, once these have called hvd.init()."""
@@ -48,45 +60,62 @@ class Standby:
 
     def _prepare(self, job: Job, variables: Mapping[str, str]) -> None:
         """Starts them, once, in another thread. variables: What the script has set before it loaded TensorFlow."""
-        if self._waiting:
+        if self._thread is None:
+            self._is_over, self._waiting = threading.Event(), []
+            about = job, variables, self._is_over, self._waiting
+            self._thread = threading.Thread(target=self._start, args=about, daemon=True)
+            self._thread.start()
+
+    def _start(self, job: Job, variables: Mapping[str, str], is_over: threading.Event, made: list[Supervisor]) -> None:
+        if is_over.wait(AFTER_S):
             return
         self._variables |= variables
         next_job = replace(
             job,
             id=uuid.uuid4().hex,
             command=standing_by(job.command),
-            environment={**job.environment, **self._variables},
+            environment={**job.environment, **self._variables, GATE: f"ringtrain-{secrets.token_hex(16)}"},
+            forward=(*job.forward, *self._variables),
         )
-        self._waiting, self._is_over = self.supervisor(next_job, self.options, restart.ANSWER_S), threading.Event()
-        self._thread = threading.Thread(target=self._start, args=(self._waiting, self._is_over), daemon=True)
-        self._thread.start()
-
-    def _start(self, waiting: Supervisor, is_over: threading.Event) -> None:
-        if is_over.wait(AFTER_S):
-            return
+        waiting = self.supervisor(next_job, self.options, restart.ANSWER_S)
+        made.append(waiting)
         try:
-            waiting.stand_by(self.planner)
-        except (LaunchError, Stopped):  # the restart starts its own ranks, and reports what is wrong
-            waiting.end()
+            if not is_over.is_set():
+                waiting.stand_by(self.planner)
+            while not is_over.wait(READ_S):
+                waiting.catch_up()
+        except (LaunchError, OSError) as error:  # a restart starts its own ranks
+            say(f"no ranks stand by: {error}")
+        except Stopped:
+            pass
 
     def begin(self, job: Job) -> Supervisor | None:
         """Lets the ranks that stand by begin as those of a job; None: there are none that could."""
-        waiting = self._waiting
-        fits = waiting and (waiting.job.hosts, waiting.job.num_ranks) == (job.hosts, job.num_ranks)
-        if not (waiting and fits and waiting.stands_by()):
-            self._end()
+        thread, made = self._thread, self._waiting
+        if thread is None:
             return None
-        self._waiting = None
-        waiting.go(job.attempt)
-        return waiting
+        self._thread, self._waiting = None, []
+        self._is_over.set()
+        for waiting in made:
+            if waiting.plan and (waiting.job.hosts, waiting.job.num_ranks) == (job.hosts, job.num_ranks):
+                thread.join()
+                if waiting.begin(job.attempt):
+                    return waiting
+        # Their end must not delay the restart: a host that is lost does not answer.
+        ending = threading.Thread(target=_end, args=(thread, made), daemon=True)
+        self._ending.append(ending)
+        ending.start()
+        return None
 
-    def _end(self) -> None:
-        waiting, self._waiting = self._waiting, None
-        if waiting:
-            self._is_over.set()
-            waiting.give_up()
-            self._thread.join()
-            waiting.end()
+
+def _end(thread: threading.Thread, made: Sequence[Supervisor]) -> None:
+    """Ends ranks that stand by, and the thread that starts them."""
+    for waiting in made:
+        waiting.give_up()
+    thread.join()
+    for waiting in made:
+        waiting.give_up()
+        waiting.end()
 
 
 def standing_by(command: tuple[str, ...]) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import GeneratorType
 from typing import Any
 
@@ -19,8 +19,7 @@ from ringtrain.data.records import RecordRows, Records
 from ringtrain.data.streams import Stream, first_part, num_rows
 from ringtrain.errors import DataError
 
-IN_A_FILE = "cache in a file"
-"""for which rank 0 reads, as random operations are"""
+IN_A_FILE = "as one process alone can write the file of cache()"
 
 
 def shapes_of(train: NumberedRows | Stream) -> tuple[Any, int]:
@@ -141,7 +140,7 @@ def _check_steps(given: FitArguments, num_batches: int, batch_size: int) -> None
 
 
 def operations_by_rank(x: Any) -> tuple[list[RandomOperation], str]:
-    """Random operations of a pipeline, and those that give ranks other batches, if any, as a phrase. Collective."""
+    """Random operations of a pipeline, and why rank 0 must read it for all ranks, if so, as a phrase. Collective."""
     import tensorflow as tf
 
     from ringtrain import hvd
@@ -152,13 +151,18 @@ def operations_by_rank(x: Any) -> tuple[list[RandomOperation], str]:
         return operations, ""
     if not hvd.is_initialized() or hvd.size() == 1:
         return operations, ""
-    differing = ", ".join(operation.text for operation in operations if operation.always_differs)
+    why = _why_other_batches(operation for operation in operations if operation.always_differs)
     if isinstance(x, tf.data.Dataset) and caches_in_file(x):
-        differing = differing or IN_A_FILE
-    of_ranks = hvd.allgather_object((differing, checksum), name="ringtrain_random_operations")
+        why = why or IN_A_FILE
+    of_ranks = hvd.allgather_object((why, checksum), name="ringtrain_random_operations")
     if not any(of_rank for of_rank, _ in of_ranks) and len({of_rank for _, of_rank in of_ranks}) > 1:
-        differing = ", ".join(operation.text for operation in operations)
-    return operations, differing or next((of_rank for of_rank, _ in of_ranks if of_rank), "")
+        why = _why_other_batches(operations)
+    return operations, why or next((of_rank for of_rank, _ in of_ranks if of_rank), "")
+
+
+def _why_other_batches(operations: Iterable[RandomOperation]) -> str:
+    texts = ", ".join(operation.text for operation in operations)
+    return texts and f"as each rank would get other batches from {texts}"
 
 
 def _check_elastic(x: Any, differing: Sequence[str]) -> None:

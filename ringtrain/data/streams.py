@@ -53,7 +53,7 @@ class Stream(Split):
         is_endless: Whether all epochs are one iteration.
         is_shard: Whether these are batches of one rank alone, instead of all ranks' together.
         on_resume: What a resumed run has to read again.
-        why_rank_0: Random operations that would give each rank other batches, so that rank 0 reads for all.
+        why_rank_0: Why rank 0 reads for all, as a phrase; "": it does not.
         division: How each rank makes its own rows alone; None: it makes whole batches.
         why_whole: What keeps each rank from that, as a phrase.
 
@@ -124,7 +124,7 @@ class Stream(Split):
     def plan(self) -> dict[str, str]:
         """Row of the plan that says who makes the rows."""
         if self.why_rank_0:
-            return {"made by": f"rank 0, as each rank would get other batches from {self.why_rank_0}, or none"}
+            return {"made by": f"rank 0, {self.why_rank_0}"}
         if self.division:
             also = f"; {self.division.remark}" if self.division.remark else ""
             return {"made by": f"each rank, its rows alone{also}"}

@@ -342,7 +342,7 @@ class Distributed(_Reducing):
         apply = super().apply  # by position: a subclass may name its arguments otherwise
         is_own = getattr(apply, "__func__", None) is not keras.optimizers.Optimizer.apply
         grads = self.weighted(grads, trainable_variables)
-        if is_own and not (self._reduced_before or self.accumulates() or self.reducer):
+        if is_own and not (self._reduced_before or self.reducer):
             # What a subclass does with gradients, such as taking their signs, it does with the reduced ones.
             variables = list(trainable_variables or self._trainable_variables)
             grads = self.reduce_given(grads, variables)

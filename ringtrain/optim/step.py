@@ -197,6 +197,11 @@ class Step:
         optimizer = self.model.optimizer
         header: Header | None = None
         if self.has_header:
+            if not isinstance(batch[0], Header):
+                raise ConfigError(
+                    "ringtrain.fit: a callback calls train_on_batch, which elastic jobs and virtual ranks cannot:"
+                    " leave it out"
+                )
             header, batch = batch
             self._note(header)
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import runpy
 import sys
 import types
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+
+ALONE, WITH_VALUE = re.compile("-[uOBEsPIqvbd]+"), ("-W", "-X")
+"""options of Python that may be before a script"""
 
 
 def place_of_script(words: Sequence[str]) -> int:
@@ -17,13 +22,16 @@ def place_of_script(words: Sequence[str]) -> int:
     Raises:
         ValueError: There is none, or the command is not Python's.
     """
-    if Path(words[0]).name.startswith("python"):
-        for index, word in enumerate(words[1:], 1):
-            if word in ("-c", "-"):
-                break
-            is_value = words[index - 1] in ("-W", "-X")
-            if word == "-m" or not (word.startswith("-") or is_value):
-                return index
+    index = 1
+    while index < len(words) and Path(words[0]).name.startswith("python"):
+        word = words[index]
+        if word == "-m" or not word.startswith("-"):
+            return index
+        if word in WITH_VALUE:
+            index += 1
+        elif not ALONE.fullmatch(word) and word[:2] not in WITH_VALUE:
+            break
+        index += 1
     raise ValueError(f"got {words[0]}, expected python and a script")
 
 
@@ -39,7 +47,8 @@ def run(words: Sequence[str]) -> None:
     sys.argv[:] = words
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(program).resolve().parent)
-    if not Path(program).is_file():  # a folder with __main__.py
+    is_text = Path(program).is_file() and Path(program).suffix != ".pyc" and not zipfile.is_zipfile(program)
+    if not is_text:  # a folder or archive with __main__.py
         runpy.run_path(program, run_name="__main__")
         return
     main = types.ModuleType("__main__")

@@ -26,7 +26,7 @@ CONSEQUENCE = re.compile(
 )
 REDUCING = "call ringtrain.fit in place of model.fit, or compile with ringtrain.hvd.DistributedOptimizer(optimizer)"
 """advice for ranks that train models of their own"""
-READ_WHEN_LOADED = re.compile("(TF_(?!CONFIG|NUM_)|XLA_|KERAS_|KMP_)[A-Z0-9_]*")
+READ_WHEN_LOADED = re.compile("(TF_(?!CONFIG|NUM_)|XLA_|KERAS_|KMP_|OMP_|MKL_|OPENBLAS_|CUDA_(?!VISIBLE))[A-Z0-9_]*")
 _failures: list[BaseException] = []
 
 

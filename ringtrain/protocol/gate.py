@@ -1,6 +1,6 @@
 """Gate of the ranks that stand by: a file in their host's shared memory, which the host agent makes when they may go.
 
-It holds the attempt that begins (`attempt.Attempt`), as JSON in base64.
+It holds the attempt that begins (`attempt.Attempt`), as JSON in base64. Its name is secret.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ import stat
 import time
 from collections.abc import MutableMapping
 
-from ringtrain.protocol.env import ATTEMPT, JOB
+from ringtrain.protocol.env import ATTEMPT, BEGUN, GATE
 
-GATE = "/dev/shm/ringtrain-gate"
-"""path prefix of the file; "-" and the job's ID follow"""
+FOLDER = "/dev/shm"
 LOOK_S = 0.05
 MODULE = "ringtrain.standby"
 """which waits at the gate, and then runs a script"""
 
 
-def order(attempt: str) -> str:
-    """The launcher's order to an agent, which opens the gate on its host."""
-    return f"go {base64.b64encode(attempt.encode()).decode()}"
+def order(name: str, attempt: str) -> str:
+    """The launcher's order to an agent, which opens the gate on its host, and says whether it could."""
+    return f"go {name} {base64.b64encode(attempt.encode()).decode()}"
 
 
 def wait(parent: int, environ: MutableMapping[str, str] = os.environ) -> None:
     """Waits until the gate is open, and puts the attempt into the environment. Exits if its parent has exited."""
-    path = f"{GATE}-{environ[JOB]}"
+    path = f"{FOLDER}/{environ.pop(GATE)}"
     while os.getppid() == parent:
         text = _read(path)
         if text:
             environ[ATTEMPT] = base64.b64decode(text).decode()
+            environ[BEGUN] = str(time.time())
             return
         time.sleep(LOOK_S)
     raise SystemExit(1)
 
 
 def _read(path: str) -> bytes:
-    """Content of a file of this user; b"" if there is none. Another user could make one of that name."""
+    """Content of a file of this user; b"" if there is none."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:

@@ -70,6 +70,7 @@ class Reader:
         self.initialized = False  # a rank has called hvd.init()
         self.not_initialized = False  # a process has imported ringtrain.hvd, and exited without hvd.init()
         self.variables: dict[str, str] = {}  # that the script has set, and TensorFlow reads when it is loaded
+        self._differing: set[str] = set()
         self.weights: dict[int, str] = {}  # checksum, of ranks that have trained by themselves
         self.status: dict[int, tuple[int, str]] = {}  # step and phase of ranks that have exited
         self.processes: dict[tuple[str, int], int] = {}  # that trains, by host and first process, if they differ
@@ -98,7 +99,7 @@ class Reader:
                 self.run_name = base64.b64decode(rest[:-1], validate=True).decode()
             elif kind == "variables" and rest.endswith(":"):
                 given = parse_json(base64.b64decode(rest[:-1], validate=True))
-                self.variables |= {str(name): str(value) for name, value in given.items()}
+                self._take_variables({str(name): str(value) for name, value in given.items()})
             elif kind in ("init", "no-init") and rest.isdecimal():
                 self.initialized |= kind == "init"
                 self.not_initialized |= kind == "no-init"
@@ -113,6 +114,14 @@ class Reader:
         except (*INVALID, zlib.error):
             pass  # an incomplete report
         return True
+
+    def _take_variables(self, given: dict[str, str]) -> None:
+        """Adds a rank's variables; those that differ between ranks are none."""
+        for name, value in given.items():
+            if self.variables.setdefault(name, value) != value:
+                self._differing.add(name)
+        for name in self._differing:
+            self.variables.pop(name, None)
 
     def _take_piece(self, rank: str, number: str, text: str) -> None:
         pieces = self._pieces.setdefault(_count(rank), {})

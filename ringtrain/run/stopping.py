@@ -194,10 +194,10 @@ class StopTogether(keras.callbacks.Callback):
 def _may_stop_within_epochs(callback: keras.callbacks.Callback) -> bool:
     """Returns whether a callback runs code of a script at batches, which may set `stop_training`."""
     for hook in ("on_train_batch_begin", "on_train_batch_end"):
-        is_own_method = getattr(type(callback), hook) is not getattr(keras.callbacks.Callback, hook)
-        is_of_keras = type(callback).__module__.startswith(("keras.", "ringtrain."))
-        # A LambdaCallback has the script's functions as attributes of its own.
-        if hook in vars(callback) or (is_own_method and not is_of_keras):
+        if hook in vars(callback):  # of a LambdaCallback
+            return True
+        definer = next(kind for kind in type(callback).__mro__ if hook in vars(kind))
+        if not definer.__module__.startswith(("keras.", "ringtrain.")):
             return True
     return False
 

@@ -16,7 +16,7 @@ from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
 
 KILLED = JobResult(137, "rank 1 on host2 was killed by SIGKILL (signal 9)", rank=1, hosts=("host2",), global_step=20)
-ONCE = LaunchOptions(command=("train",))
+ONCE = LaunchOptions(command=("python", "own.py"))
 THREE = replace(ONCE, max_restarts=3)
 
 
@@ -113,6 +113,23 @@ def test_a_host_is_used_again_once_others_have_failed_since():
     assert after([*failures, *later]) == ["host1", "host2", "host3"]
 
 
+def test_a_host_that_fails_whenever_it_is_used_is_used_less_and_less():
+    hosts = [Host(f"host{number}", 1) for number in range(1, 21)]
+    restarts, broken = Restarts(hosts, 16, replace(ONCE, max_restarts=999)), []
+    for number in range(200):
+        names_used = names(restarts.hosts)
+        failed = "host1" if "host1" in names_used else names_used[number % len(names_used)]
+        broken += [number] * (failed == "host1")
+        assert restarts.after(JobResult(1, hosts=(failed,), global_step=number)) == ""
+    assert broken == [0, 1, 6, 23, 88]
+
+
+def test_of_hosts_that_are_needed_the_one_that_fails_least_is_used():
+    failed = ["host1"] * 3 + ["host2"] * 2
+    failures = [JobResult(1, hosts=(name,), global_step=step) for step, name in enumerate(failed)]
+    assert after(failures, replace(ONCE, min_np=8)) == ["host2", "host3"]
+
+
 def test_a_lost_host_is_tried_again_if_the_others_have_too_few_slots():
     lost = JobResult(2, "lost host1", HOST_LOST, hosts=("host1",))
     spare = Restarts(HOSTS, 8, THREE)
@@ -120,27 +137,47 @@ def test_a_lost_host_is_tried_again_if_the_others_have_too_few_slots():
     none = Restarts(HOSTS, 12, THREE)
     assert (none.after(lost), names(none.hosts), none.num_ranks) == ("", ["host1", "host2", "host3"], 12)
     assert none.without(["host1"]) and none.num_ranks == 8
-    configured = replace(THREE, command=("python", "-m", "ringtrain.train"))
-    divided = Restarts(HOSTS, 12, configured)
-    assert divided.after(lost) == "" and divided.without(["host1"])
-    assert divided.num_ranks == 6, "the largest divisor of 12 on 8 slots: its batch is that of a rank"
+    for command in (
+        "python -m ringtrain.train",
+        "python -u -m ringtrain.train",
+        "bash -c ringtrain.train",
+        "./train.sh",
+    ):
+        divided = Restarts(HOSTS, 12, replace(THREE, command=tuple(command.split())))
+        assert divided.after(lost) == "" and divided.without(["host1"])
+        assert divided.num_ranks == 6, "the largest divisor of 12 on 8 slots: its batch is that of a rank"
     all_needed = Restarts(HOSTS, 12, replace(THREE, min_np=12))
     assert all_needed.after(lost) == "" and not all_needed.without(["host1"])
     assert all_needed.after(lost) == "" and all_needed.num_ranks == 12, "it may be back"
 
 
+def excluded_by(results):
+    """Hosts that fail often, and for how many failures of the job they are excluded, from all results."""
+    excluded = {}
+    for number, result in enumerate(results, start=1):
+        for host in result.hosts:
+            until, length = excluded.get(host, (-RECENT, 0))
+            recent = [host in earlier.hosts for earlier in results[max(0, number - RECENT) : number]]
+            if number <= until + RECENT:
+                excluded[host] = number + 4 * length, 4 * length
+            elif sum(recent) >= FAILURES_OF_A_HOST:
+                excluded[host] = number + 4, 4
+            else:
+                excluded.pop(host, None)
+    return {host: length for host, (until, length) in excluded.items() if len(results) < until}
+
+
 def chosen_before(hosts, num_ranks, results, silent, options):
     """Hosts and ranks by the rule in its plainest form, from all results."""
-    failures = [host for result in results[-RECENT:] for host in result.hosts]
+    excluded = {} if options.keep_hosts else excluded_by(results)
     answering = [host for host in hosts if host.name not in silent]
-    good = answering
-    if not options.keep_hosts:
-        good = [host for host in answering if failures.count(host.name) < FAILURES_OF_A_HOST]
-    if num_slots(good) < max(1, options.min_np):
-        good = answering
-    if options.oversubscribe and not options.elastic and good:
-        return names(good), num_ranks
-    return names(good), ranks_on(num_slots(good), num_ranks, options.min_np)
+    used = [host for host in answering if host.name not in excluded]
+    for host in sorted(answering, key=lambda host: (excluded.get(host.name, 0), host.name)):
+        if host not in used and num_slots(used) < max(1, options.min_np):
+            used = [one for one in hosts if one in used or one is host]
+    if options.oversubscribe and not options.elastic and used:
+        return names(used), num_ranks
+    return names(used), ranks_on(num_slots(used), num_ranks, options.min_np)
 
 
 @given(

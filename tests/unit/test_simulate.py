@@ -40,7 +40,7 @@ def make_case(
     num_hosts=4, num_spares=0, slots=1, num_steps=20_000, per_save=1000, repair_s=0.0, elastic=False, **options
 ):
     listed = tuple(Host(f"host{number}", slots) for number in range(num_hosts + num_spares))
-    options = LaunchOptions(command=("train",), elastic=elastic, **{"max_restarts": 10_000, **options})
+    options = LaunchOptions(command=("python", "own.py"), elastic=elastic, **{"max_restarts": 10_000, **options})
     schedule = Schedule(num_steps, per_save, COSTS.step_s, COSTS.save_s)
     return Case(listed, num_hosts * slots, options, schedule, COSTS, repair_s)
 

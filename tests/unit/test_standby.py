@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from ringtrain.cluster.standby import standing_by
 from ringtrain.errors import LaunchError
 from ringtrain.protocol import failures, gate
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.protocol.env import ATTEMPT, JOB
+from ringtrain.protocol.env import ATTEMPT, GATE, JOB
 from ringtrain.protocol.reader import Reader
 
 RESTARTED = LaunchOptions(command=("python", "own.py"), max_restarts=2, standby=True)
@@ -28,6 +29,7 @@ RESTARTED = LaunchOptions(command=("python", "own.py"), max_restarts=2, standby=
         ("python", "own.py --epochs 3"),
         ("/opt/venv/bin/python3.11", "-m package.module -m x"),
         ("python -u -W error -X dev", "own.py -u"),
+        ("python -uBI -Werror", "own.py"),
     ],
 )
 def test_what_comes_before_the_script_stays_before_it(before: str, after: str) -> None:
@@ -35,9 +37,13 @@ def test_what_comes_before_the_script_stays_before_it(before: str, after: str) -
     assert stands_by == (*before.split(), "-m", "ringtrain.standby", *after.split())
 
 
-@pytest.mark.parametrize(
-    "command", ["./own.sh", "bash -c own.py", "python", "python -u", "python -c pass", "python - x"]
+OTHERS = (
+    *("./own.sh", "bash -c own.py", "python", "python -u", "python - x"),
+    *("python -c pass", "python -uc pass x", "python -mpackage x"),
 )
+
+
+@pytest.mark.parametrize("command", OTHERS)
 def test_other_commands_are_refused(command: str) -> None:
     with pytest.raises(LaunchError, match=r"expected python and a script, with --standby"):
         standing_by(tuple(command.split()))
@@ -58,32 +64,55 @@ def test_options_that_do_not_go_with_it_are_refused(change: dict, message: str) 
         replace(RESTARTED, **change).checked()
 
 
-def opened_by_an_agent(job: str, attempt: str, folder: Path) -> str:
-    """Sends the launcher's orders to a host agent; returns what it says."""
+def orders(job: str, folder: Path, *lines: str) -> tuple[str, str]:
+    """Sends orders to a host agent; returns its answer to the first, and all that it says afterwards."""
     words = ["sh", "-c", SCRIPT, "ringtrain-agent", job, str(folder), "", os.environ["PATH"], "", ""]
-    orders = f"{gate.order(attempt)}\n"
     agent = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        agent.stdin.write(orders)
-        agent.stdin.flush()
-        environ = {JOB: job}
+    agent.stdin.write("\n".join([*lines, ""]))
+    agent.stdin.flush()
+    answer = ""
+    while "opened" not in answer:
+        answer = agent.stdout.readline()
+        assert answer, "the agent has ended"
+    environ = {GATE: lines[0].split()[1]}
+    if "not-" not in answer:
         gate.wait(os.getppid(), environ)
-        assert environ[ATTEMPT] == attempt
-    finally:
-        said, _ = agent.communicate("end\n", timeout=60)
-    return said
+    said, _ = agent.communicate("end\n", timeout=60)
+    return answer + environ.get(ATTEMPT, ""), said
 
 
 def test_the_agent_opens_the_gate_and_removes_it(tmp_path: Path) -> None:
-    job, attempt = f"unit-{os.getpid()}", Attempt(number=3, causes=('a "b" \\n $(c)', "ü" * 500)).to_json()
-    path = Path(f"{gate.GATE}-{job}")
-    assert "swept" in opened_by_an_agent(job, attempt, tmp_path)
-    assert not path.exists()
+    name, attempt = f"unit-{os.getpid()}", Attempt(number=3, causes=('a "b" \\n $(c)', "ü" * 500)).to_json()
+    answer, said = orders(name, tmp_path, gate.order(name, attempt))
+    assert answer == f"ringtrain-agent:opened\n{attempt}"
+    assert "swept" in said
+    assert not Path(gate.FOLDER, name).exists()
+
+
+@pytest.mark.parametrize("suffix", ["", ".new"])
+def test_a_gate_that_cannot_be_opened_is_reported(tmp_path: Path, suffix: str) -> None:
+    """A folder or a link is in its place; what it leads to stays as it is."""
+    name, target = f"unit-taken-{os.getpid()}", tmp_path / "target"
+    place = Path(gate.FOLDER, f"{name}{suffix}")
+    target.write_text("kept")
+    if suffix:
+        place.symlink_to(target)
+    else:
+        place.mkdir()
+        (place / f"{name}.new").mkdir()  # mv would move the file into the folder
+    try:
+        answer, _ = orders(name, tmp_path, gate.order(name, "{}"))
+        assert answer == "ringtrain-agent:not-opened\n"
+        assert target.read_text() == "kept"
+    finally:
+        if suffix:
+            place.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(place)
 
 
 def test_a_gate_that_is_a_link_stays_closed(tmp_path: Path) -> None:
-    """Another user of the host could make it, and name any file."""
-    path = Path(f"{gate.GATE}-unit-link-{os.getpid()}")
+    path = Path(gate.FOLDER, f"unit-link-{os.getpid()}")
     target = tmp_path / "attempt"
     target.write_bytes(base64.b64encode(b"{}"))
     path.symlink_to(target)
@@ -96,7 +125,7 @@ def test_a_gate_that_is_a_link_stays_closed(tmp_path: Path) -> None:
 
 def test_a_rank_whose_launcher_has_exited_does_not_wait() -> None:
     with pytest.raises(SystemExit):
-        gate.wait(parent=os.getpid(), environ={JOB: "unit-none"})  # this process is not its own parent
+        gate.wait(parent=os.getpid(), environ={GATE: "unit-none"})  # this process is not its own parent
 
 
 def test_what_a_script_sets_before_tensorflow_is_loaded_reaches_the_launcher(capfd, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def launch_options(given: Given) -> LaunchOptions:
     values = vars(parser.parse_args(words))
     hosts = {name: value for name, value in given.values.items() if name in options_of(HostOptions)}
     values = {"max_restarts": MANY, **values, **hosts}
-    options = LaunchOptions.of(replace(given, values=values, command=tuple(program) or ("train",))).checked()
+    options = LaunchOptions.of(replace(given, values=values, command=tuple(program) or ("python", "own.py"))).checked()
     if options.started_by.submits or options.launcher == "spark":
         raise LaunchError(
             f"got --launcher {options.launcher}, whose jobs ringtrain does not restart as simulated: leave it out"
@@ -250,7 +250,11 @@ def recommendation(plan: Plan, compared: Comparison) -> str:
 
 
 def percent(result: Result) -> str:
-    return f"{result.goodput.median:.1%}"
+    """Goodput, and how many jobs come to their end, unless all do."""
+    text = f"{result.goodput.median:.1%}"
+    if len(result.complete) < len(result.outcomes):
+        text += f" ({len(result.complete)} of {len(result.outcomes)} jobs complete)"
+    return text
 
 
 # ---- JSON and plot ---------------------------------------------------------------------------------------------------
