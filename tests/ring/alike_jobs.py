@@ -112,6 +112,9 @@ class Signed(keras.optimizers.SGD):
 def optimizers_that_change_gradients_first() -> None:
     """They get the reduced ones: the sign of a mean is no mean of signs."""
     equals_one_process(lambda: compiled(dense(), optimizer=Signed(0.01)), X, Y, "signed")
+    accumulating = {"batch_size": 25, "epochs": 2}  # with as many batches as there are micro-steps
+    make = lambda: compiled(dense(), optimizer=Signed(0.01, gradient_accumulation_steps=2))  # noqa: E731
+    equals_one_process(make, X, Y, "signed-accumulating", **accumulating)
 
 
 class Scaled(keras.Model):
@@ -193,3 +196,14 @@ def stops_that_a_callback_asks_for() -> None:
     callbacks = [StopAt("on_train_batch_end", 2)] * (hvd.rank() == 1)
     ringtrain.fit(ours, X, Y, options=options(), callbacks=callbacks, **{**SAME, "batch_size": 20})
     assert int(ours.optimizer.iterations) == 3
+
+    # Of one that runs on rank 0 alone.
+    class Named(keras.callbacks.ModelCheckpoint):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            super().on_epoch_end(epoch, logs)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            super().on_train_batch_end(batch, logs)
+
+    saved = Named(str(OUTPUT / "saved.keras"))
+    ringtrain.fit(compiled(dense()), X, Y, options=options(), callbacks=[saved], **SAME)
