@@ -41,7 +41,7 @@ def records(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
     ("callback", "step"), [("StopsAfterSecondEpoch", 2 * STEPS_PER_EPOCH), ("StopsInTheMiddle", 5)]
 )
 def test_a_callback_that_stops_one_rank_stops_all_after_the_same_step(callback, step, tmp_path):
-    """With such callbacks, the ranks agree after each step. Were it left to Keras, the other rank would wait for ever."""
+    """With such callbacks, ranks agree after each step. Were it left to Keras, the other rank would wait for ever."""
     ended = train(tmp_path, "--train.callbacks", f"odd_callbacks:{callback}", "--train.epochs", 5)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert summary(tmp_path)["stopped_by"] == "a callback"
