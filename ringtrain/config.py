@@ -257,8 +257,7 @@ class HealthConfig:
     """Stop, stall and straggler detection."""
 
     agree_every_steps: Annotated[int, AT_LEAST_1] = 10
-    """steps between two agreements of the ranks on whether to stop (signal, time limit, loss of NaN or infinity); 1 with
-    callbacks of a script that run at batches"""
+    """steps between two agreements of the ranks on whether to stop (signal, time limit, loss of NaN or infinity)"""
     stall_timeout: Annotated[float, rule.FINITE] = 300.0
     """seconds without progress on any rank, at least 20 median steps, after which the job names the blocking rank and
     exits with 75. 0: never"""
