@@ -85,7 +85,8 @@ class Standby:
             while not is_over.wait(READ_S):
                 waiting.catch_up()
         except (LaunchError, OSError) as error:  # a restart starts its own ranks
-            say(f"no ranks stand by: {error}")
+            if not is_over.is_set():
+                say(f"no ranks stand by: {error}")
         except Stopped:
             pass
 
