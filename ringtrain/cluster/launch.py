@@ -31,7 +31,7 @@ from ringtrain.cluster.hosts import Host, parse_hosts, read_hostfile, select, ta
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.launch_options import IN_KUBERNETES, LaunchOptions
 from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, openmpi, slurm, trainjob
-from ringtrain.cluster.standby import Standby, standing_by
+from ringtrain.cluster.standby import Standby
 from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
@@ -111,8 +111,6 @@ def launch(options: LaunchOptions) -> int:
     check_min_np(options, work.num_ranks)
     if options.ps is not None:  # fewer ranks would have other roles, which no option gives
         work = replace(work, options=replace(work.options, min_np=work.num_ranks))
-    if options.standby:
-        standing_by(options.command)
     first = work.job_on(work.hosts, Attempt(num_ranks=work.num_ranks), work.num_ranks)
     chosen = next((host for host in first.hosts if host.indices), None)
     if chosen and options.started_by.submits:
@@ -163,7 +161,7 @@ def with_tuned(options: LaunchOptions) -> LaunchOptions:
 
 def run_attempts(work: Launch) -> int:
     """Runs a job, restarts it as the options say, and returns the exit code of its last attempt."""
-    with Standby(work.supervisor, work.planner, work.options) as standby:
+    with Standby(work.planner, work.options) as standby:
         return _run_attempts(work, standby)
 
 

@@ -26,6 +26,7 @@ from ringtrain.options import (
     read,
     title_of,
 )
+from ringtrain.protocol import as_main
 
 
 @dataclass(frozen=True)
@@ -299,6 +300,10 @@ class LaunchOptions(
             raise LaunchError(f"got --standby with --launcher {self.launcher}, which has no slots for ranks that wait")
         if self.output:
             raise LaunchError("got --standby with --output, whose logs the waiting ranks would replace: leave one out")
+        try:
+            as_main.place_of_script(self.command)
+        except ValueError as error:
+            raise LaunchError(f"{error}, with --standby") from None
 
     def _with_roles(self) -> LaunchOptions:
         if self.launcher in ("horovodrun-gloo", "spark"):

@@ -15,12 +15,12 @@ from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.protocol import as_main
 from ringtrain.protocol.attempt import Attempt
 
-FAILURES_OF_A_HOST, RECENT = 2, 5  # so many of the job's last failures exclude a host
-EXCLUDED_FOR, TIMES = 4, 4  # failures of the job; so many times as long if the host fails soon after it is back
+FAILURES_OF_A_HOST, RECENT = 2, 5  # a host with 2 of the job's last 5 failures is excluded
+EXCLUDED_FOR, TIMES = 4, 4  # until the job has failed 4 times elsewhere; 4 times as long if it then fails again
 ANSWER_S = 20.0  # for a host to answer before the job restarts without it
 ASKED_TO_STOP = (129, 130, 138, 143)  # 128 + SIGHUP, SIGINT, SIGUSR1, SIGTERM: the job saved and exited
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0  # before a restart; doubled for each failure without new steps
-MAX_DOUBLINGS = 10  # more make no difference, and thousands no number
+MAX_DOUBLINGS = 10  # of the delay: MAX_DELAY_S is reached before
 NOT_FOUND = (126, 127)
 NO_MEMORY = re.compile(
     r"ResourceExhausted|MemoryError|out of memory|OUT_OF_MEMORY|\bOOM\b|std::bad_alloc", re.IGNORECASE
@@ -112,7 +112,7 @@ class Restarts:
             self._often_slots = self._slots_of(self._often)
 
     def _exclude(self, host: str) -> None:
-        """Excludes a host that has failed, if it does so often: for longer each time that it does once it is back."""
+        """Excludes a host that fails often; for longer each time if it fails again soon after it is back."""
         now = len(self.results)
         until, num_failures = self._excluded.pop(host, (-RECENT, 0))
         if now - until <= RECENT:
@@ -179,7 +179,7 @@ def why_not(result: JobResult, before: Sequence[JobResult], options: LaunchOptio
 
 @functools.cache
 def takes_any_number(command: tuple[str, ...]) -> bool:
-    """Whether a command is a script of Python, and no configured run, whose batch is that of a rank."""
+    """Whether a job may continue with any number of ranks: a configured run has a batch size per rank."""
     try:
         as_main.place_of_script(command)
     except ValueError:  # a program that may start one
@@ -191,7 +191,7 @@ def takes_any_number(command: tuple[str, ...]) -> bool:
 def ranks_on(slots: int, num_ranks: int, min_ranks: int = 1, has_batch_per_rank: bool = False) -> int:
     """Number of ranks for a restart, up to `num_ranks`; 0 if below `min_ranks`.
 
-    has_batch_per_rank: It divides `num_ranks`, so that the ranks can have the global batch of before.
+    has_batch_per_rank: The result divides `num_ranks`, so that the global batch can stay the same.
     """
     for number in range(min(slots, num_ranks), max(1, min_ranks) - 1, -1):
         if not has_batch_per_rank or num_ranks % number == 0:

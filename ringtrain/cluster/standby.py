@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import signal
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,23 +22,57 @@ from ringtrain.protocol.env import GATE
 
 AFTER_S = 5.0
 """seconds after hvd.init() in which the job that runs gets the processors for its first steps"""
+OPEN_S = 5.0
+"""seconds for hosts to let ranks begin"""
 READ_S = 0.2
 """seconds between two looks at what waiting ranks have printed"""
+
+
+class WaitingRanks(Supervisor):
+    """Supervisor of a job whose ranks are started by one thread, and begin and are supervised in another."""
+
+    def stand_by(self, planner: Callable[[Job], Plan]) -> None:
+        """Starts the ranks, silently."""
+        self.output.is_silent = True
+        plan = self.ready(planner)
+        self._start(plan)
+        self.plan = plan  # last: it tells the other thread that there are ranks
+
+    def catch_up(self) -> None:
+        """Reads what has been printed."""
+        while self._selector.select(0):
+            self._poll()
+
+    def begin(self, attempt: str) -> bool:
+        """Lets the ranks begin with an attempt, as JSON; returns whether all of them could."""
+        if not self._process or not self.plan:
+            return False
+        self.catch_up()
+        is_lost = self._process.poll() is not None or any(agent.has_exited for agent in self.agents.members)
+        if is_lost or len(self.reports.ranks) < self.planned_placement.size:
+            return False
+        self.agents.send(gate.order(self.job.environment[GATE], attempt))
+        deadline = time.monotonic() + OPEN_S
+        while time.monotonic() < deadline and any(agent.has_opened is None for agent in self.agents.members):
+            self._poll()
+        self.output.is_silent = False
+        return all(agent.has_opened for agent in self.agents.members)
+
+    def give_up(self) -> None:
+        """Ends a start that is under way; nothing more is printed."""
+        self.output.is_silent = True
+        self._received.append(signal.SIGTERM)
 
 
 class Standby:
     """Ranks that wait for a restart; a context manager, which ends them.
 
-    Args:
-        supervisor: Makes the supervisor of a job.
-        planner: Makes its plan.
+    planner: Makes the plan of a job.
     """
 
-    def __init__(
-        self, supervisor: Callable[..., Supervisor], planner: Callable[[Job], Plan], options: LaunchOptions
-    ) -> None:
-        self.supervisor, self.planner, self.options = supervisor, planner, options
-        self._waiting: list[Supervisor] = []
+    def __init__(self, planner: Callable[[Job], Plan], options: LaunchOptions) -> None:
+        self.planner, self.options = planner, options
+        self._waiting: list[WaitingRanks] = []
         """one, once the thread has made it"""
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
@@ -62,11 +98,13 @@ class Standby:
         """Starts them, once, in another thread. variables: What the script has set before it loaded TensorFlow."""
         if self._thread is None:
             self._is_over, self._waiting = threading.Event(), []
-            about = job, variables, self._is_over, self._waiting
-            self._thread = threading.Thread(target=self._start, args=about, daemon=True)
+            start = partial(self._start, job, variables, self._is_over, self._waiting)
+            self._thread = threading.Thread(target=start, daemon=True)
             self._thread.start()
 
-    def _start(self, job: Job, variables: Mapping[str, str], is_over: threading.Event, made: list[Supervisor]) -> None:
+    def _start(
+        self, job: Job, variables: Mapping[str, str], is_over: threading.Event, made: list[WaitingRanks]
+    ) -> None:
         if is_over.wait(AFTER_S):
             return
         self._variables |= variables
@@ -77,7 +115,7 @@ class Standby:
             environment={**job.environment, **self._variables, GATE: f"ringtrain-{secrets.token_hex(16)}"},
             forward=(*job.forward, *self._variables),
         )
-        waiting = self.supervisor(next_job, self.options, restart.ANSWER_S)
+        waiting = WaitingRanks(next_job, self.options, restart.ANSWER_S)
         made.append(waiting)
         try:
             if not is_over.is_set():
@@ -109,7 +147,7 @@ class Standby:
         return None
 
 
-def _end(thread: threading.Thread, made: Sequence[Supervisor]) -> None:
+def _end(thread: threading.Thread, made: Sequence[WaitingRanks]) -> None:
     """Ends ranks that stand by, and the thread that starts them."""
     for waiting in made:
         waiting.give_up()
@@ -120,9 +158,6 @@ def _end(thread: threading.Thread, made: Sequence[Supervisor]) -> None:
 
 
 def standing_by(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Command of ranks that stand by. Raises LaunchError unless it is that of a script of Python."""
-    try:
-        place = as_main.place_of_script(command)
-    except ValueError as error:
-        raise LaunchError(f"{error}, with --standby") from None
+    """Command of ranks that stand by, given that of a script of Python."""
+    place = as_main.place_of_script(command)
     return (*command[:place], "-m", gate.MODULE, *command[place:])

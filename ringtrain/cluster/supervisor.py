@@ -27,8 +27,6 @@ from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.output import Output
 from ringtrain.cluster.processes import find, say, written_files
 from ringtrain.errors import LaunchError, PlacementError
-from ringtrain.protocol import gate
-from ringtrain.protocol.env import GATE
 from ringtrain.protocol.placement import RankPlacement, difference
 from ringtrain.protocol.reader import Reader
 
@@ -37,7 +35,6 @@ SETTLE_S = 0.5  # after a misplaced rank, so that the table has the others as we
 CLEAN_UP_S = 7.0
 CATCH_S = 5.0  # for hosts to report which ranks catch a signal
 LOST_S = 30.0
-OPEN_S = 5.0  # for hosts to let ranks that stand by begin
 COMPARE_S = 0.5  # between comparisons of placements
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # their sender will not send a second one
 SIGNALS = (signal.SIGINT, signal.SIGUSR1, *ENDING)
@@ -105,7 +102,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self.agents = HostAgents(job, self._selector, min(options.start_timeout, answer_timeout_s))
         self.plan: Plan | None = None
-        """of a job whose ranks stand by"""
+        """with which its command was started before `supervise`: see standby.py"""
         self.when_initialized: Callable[[], None] = lambda: None
         """called again and again, once a rank has called hvd.init()"""
         self._process: subprocess.Popen[bytes] | None = None
@@ -154,38 +151,6 @@ class Supervisor:
         plan = planner(replace(self.job, local_networks=self.agents.local_networks()))
         self.check_networks(plan)
         return plan
-
-    def stand_by(self, planner: Callable[[Job], Plan]) -> None:
-        """Starts ranks that wait for `begin`, silently; for another thread than that of `supervise`."""
-        self.output.is_silent = True
-        plan = self.ready(planner)
-        self._start(plan)
-        self.plan = plan  # last: it tells the other thread that there are ranks
-
-    def begin(self, attempt: str) -> bool:
-        """Lets ranks that stand by begin with an attempt, as JSON; returns whether all of them could."""
-        if not self._process or not self.plan:
-            return False
-        self.catch_up()
-        is_lost = self._process.poll() is not None or any(agent.has_exited for agent in self.agents.members)
-        if is_lost or len(self.reports.ranks) < self.planned_placement.size:
-            return False
-        self.agents.send(gate.order(self.job.environment[GATE], attempt))
-        deadline = time.monotonic() + OPEN_S
-        while time.monotonic() < deadline and any(agent.has_opened is None for agent in self.agents.members):
-            self._poll()
-        self.output.is_silent = False
-        return all(agent.has_opened for agent in self.agents.members)
-
-    def give_up(self) -> None:
-        """Ends a start of ranks that stand by, if one is under way; prints nothing more."""
-        self.output.is_silent = True
-        self._received.append(signal.SIGTERM)
-
-    def catch_up(self) -> None:
-        """Reads what has been printed."""
-        while self._selector.select(0):
-            self._poll()
 
     def prepare(self, plan: Plan) -> None:
         """Starts an agent on every host. Raises LaunchError if one does not answer or lacks the program."""

@@ -79,7 +79,7 @@ class Parts(NamedTuple):
 
         # Each tensor is divided by its own rows: a batch may have 16 of one kind and 4 of another.
         def part_of(leaf: Any) -> Any:
-            if not leaf.shape.rank:  # a number, such as a temperature, that is the same for all rows
+            if leaf.shape.rank == 0:  # a number, such as a temperature, that is the same for all rows
                 return leaf
             own = bounds if have_same_rows else self._bounds(num_rows_of(leaf))
             lengths = _num_read(own)
@@ -141,7 +141,7 @@ def with_rows(batch: Any) -> list[Any]:
     """Tensors of a batch that have rows: all but single numbers."""
     import tensorflow as tf
 
-    return [leaf for leaf in tf.nest.flatten(batch) if leaf.shape.rank]
+    return [leaf for leaf in tf.nest.flatten(batch) if leaf.shape.rank != 0]
 
 
 def num_rows_of(leaf: Any) -> tf.Tensor:

@@ -110,7 +110,9 @@ class RowsOfPyDataset:
     unequal: ClassVar[str] = "rows(index, begin, end) gives other rows than the batch has"
 
     def __init__(self, stream: PyDatasetStream) -> None:
-        self.stream, self.rows, self._fingerprint = stream, stream.dataset, 0
+        self.stream, self._fingerprint = stream, 0
+        self.rows = stream.dataset
+        """as of a `Division`: what every rank reads whole"""
         self._last = num_rows(next(stream.each([stream.num_batches - 1], stream.whole)))
 
     def of_rank(self, parts: Parts) -> tf.data.Dataset:

@@ -396,7 +396,7 @@ def _rows_of_part(batch: Any, index: int, count: int, header: Header | None) -> 
     """Rows of one of `count` parts of this rank's rows; without a header all parts have equally many."""
 
     def of_leaf(leaf: Any) -> Any:
-        if leaf is None or not leaf.shape.rank or (header is None and count == 1):
+        if leaf is None or leaf.shape.rank == 0 or (header is None and count == 1):
             return leaf
         if header is None:
             length = (leaf.shape[0] or tf.shape(leaf)[0]) // count

@@ -154,13 +154,13 @@ class Result:
         return max(outcome.num_restarts for outcome in self.outcomes)
 
     def is_faster(self, other: Result) -> bool:
-        """Whether it takes at least 1 % fewer hours, and no fewer of its jobs were complete."""
+        """Returns whether the median job takes at least 1 % fewer hours, and as many jobs complete."""
         if len(self.complete) < len(other.complete):
             return False
         return self.hours.median < 0.99 * other.hours.median
 
     def is_cheaper(self, other: Result) -> bool:
-        """Whether more of its jobs were complete, or as many in at least 1 % fewer host-hours."""
+        """Returns whether more jobs complete, or equally many in at least 1 % fewer host-hours."""
         if len(self.complete) != len(other.complete):
             return len(self.complete) > len(other.complete)
         return self.host_hours < 0.99 * other.host_hours
