@@ -7,12 +7,12 @@ import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
 from ringtrain.cluster.host_agent import LEASE_S
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.launch_options import LaunchOptions
-from ringtrain.protocol import as_main
 from ringtrain.protocol.attempt import Attempt
 
 FAILURES_OF_A_HOST, RECENT = 2, 5  # a host with 2 of the job's last 5 failures is excluded
@@ -180,11 +180,9 @@ def why_not(result: JobResult, before: Sequence[JobResult], options: LaunchOptio
 @functools.cache
 def takes_any_number(command: tuple[str, ...]) -> bool:
     """Whether a job may continue with any number of ranks: a configured run has a batch size per rank."""
-    try:
-        as_main.place_of_script(command)
-    except ValueError:  # a program that may start one
-        return False
-    return not any("ringtrain.train" in word for word in command)
+    # Another program may start a configured run.
+    is_python = any(Path(word).name.startswith("python") for word in command[:1])
+    return is_python and not any("ringtrain.train" in word for word in command)
 
 
 @functools.cache

@@ -85,7 +85,7 @@ def test_a_script_goes_on_with_all_ranks_that_are_left(three_hosts: lab.Lab, tmp
         stdout, stderr = process.communicate(timeout=TIMEOUT_S)
     hosts.restore("host3")
     assert process.returncode == 0, stdout + stderr
-    assert (summary(tmp_path)["restarts"], summary(tmp_path)["num_ranks"]) == (1, 2)
+    assert (summary(tmp_path)["restarts"], summary(tmp_path)["num_ranks"]) == (1, 2), stderr
     losses = [json.loads((folder / "loss").read_text()) for folder in (tmp_path, tmp_path / "whole")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     lab.wait_for(lambda: not hosts.processes("host3"), TIMEOUT_S, "the part that was cut off has ended by itself")

@@ -5,6 +5,7 @@ Names of this machine stand for hosts: Horovod's driver knows hosts by name.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -139,7 +140,12 @@ class Elastic:
         """Calls whatever of the job listens: only this machine reaches it, and it neither answers nor runs anything."""
         made = self.folder / "made"
         processes = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
-        listening = [each.laddr for one in processes for each in one.net_connections("tcp") if each.status == "LISTEN"]
+        connections, lines = [], []
+        for one in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):  # one of a moment, such as a compiler's
+                lines.append(" ".join(one.cmdline()))
+                connections += one.net_connections("tcp")
+        listening = [each.laddr for each in connections if each.status == "LISTEN"]
         assert {address for address, _ in listening} == {"127.0.0.1"}
         # Held open until the job has ended, which they must not delay.
         self.silent = [socket.create_connection(address, 10) for address in listening]
@@ -147,7 +153,6 @@ class Elastic:
         assert {status for status, _ in found} <= {0, 403}
         assert (403, b"") in found, "Horovod's rendezvous is among them"
         assert not made.exists()
-        lines = [" ".join(one.cmdline()) for one in processes]
         assert not any(f"{HOLD}=" in line or "HOROVOD_GLOO_RENDEZVOUS_ADDR" in line for line in lines), lines
 
     def finish(self, code: int = 0) -> str:

@@ -28,9 +28,10 @@ def _jobs() -> dict[str, dict[str, Any]]:
 
     Batches of 32 are cut into equal parts on 2 ranks, and unequal ones on 3. A third of the jobs is due each day.
     """
-    jobs = {}
     # Those of the configured trainer first: it sets the threads of TensorFlow, which nothing may have used before.
-    for path in (*sorted(JOBS.parent.glob("*_jobs.py")), JOBS):
+    configured = JOBS.parent / "configured_jobs.py"
+    jobs = marked_functions(configured)
+    for path in (*sorted({*JOBS.parent.glob("*_jobs.py")} - {configured}), JOBS):
         jobs |= marked_functions(path)
     return {name: marks for name, marks in jobs.items() if name not in ("plain_average", "main")}
 

@@ -112,8 +112,8 @@ def _settings(job: Job, mpi: str) -> Iterator[Setting]:
     if mpi.startswith("pmix"):
         because = "Slurm's PMIx offers munge as well, which Open MPI from PyPI lacks, and says so on every rank"
         yield Setting("PMIX_MCA_psec", "^munge", because)
-        because = "with Slurm's other barrier a rank may get messages before it is ready, and crash in MPI_Init"
-        yield Setting("SLURM_PMIX_FENCE", "tree", because)
+        because = "with Slurm's other barriers a rank may get messages before it is ready, and crash in MPI_Init"
+        yield Setting("SLURM_PMIX_FENCE", "ring", because)
     if job.network == "ucx":
         yield Setting("OMPI_MCA_pml", "ucx", jobs.UCX)
     else:
