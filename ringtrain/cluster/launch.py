@@ -196,7 +196,8 @@ def _run_attempts(work: Launch, standby: Standby) -> int:
             return result.exit_code
         attempt = restart.next_attempt(restarts.results, attempt)
         delay_s = restarts.delay_s(now.hosts[0].name if now.hosts else "")
-        processes.say(f"restart {attempt.number} of {options.max_restarts} in {delay_s:g} s, after: {result.in_a_line}")
+        when = f" in {delay_s:g} s" if delay_s else ""
+        processes.say(f"restart {attempt.number} of {options.max_restarts}{when}, after: {result.in_a_line}")
         answer_timeout_s = restart.ANSWER_S
         time.sleep(delay_s)
 

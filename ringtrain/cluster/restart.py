@@ -19,7 +19,7 @@ FAILURES_OF_A_HOST, RECENT = 2, 5  # a host with 2 of the job's last 5 failures 
 EXCLUDED_FOR, TIMES = 4, 4  # until the job has failed 4 times elsewhere; 4 times as long if it then fails again
 ANSWER_S = 20.0  # for a host to answer before the job restarts without it
 ASKED_TO_STOP = (129, 130, 138, 143)  # 128 + SIGHUP, SIGINT, SIGUSR1, SIGTERM: the job saved and exited
-FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0  # before a restart; doubled for each failure without new steps
+FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0  # before a restart after no new steps; doubled for each such failure
 MAX_DOUBLINGS = 10  # of the delay: MAX_DELAY_S is reached before
 NOT_FOUND = (126, 127)
 NO_MEMORY = re.compile(
@@ -91,8 +91,8 @@ class Restarts:
 
     def delay_s(self, first_host: str = "") -> float:
         """Seconds to wait before the next attempt. first_host: That of rank 0 in the last one, which writes the run."""
-        doublings = min(self._in_vain, MAX_DOUBLINGS)
-        delay_s = min(FIRST_DELAY_S * 2**doublings, MAX_DELAY_S)
+        doublings = min(self._in_vain - 1, MAX_DOUBLINGS)
+        delay_s = min(FIRST_DELAY_S * 2**doublings, MAX_DELAY_S) if self._in_vain else 0.0
         # Until a rank 0 that may still run can no longer write there.
         return max(delay_s, LEASE_S) if first_host in self.results[-1].not_cleaned_up else delay_s
 

@@ -224,7 +224,7 @@ def test_waits_longer_and_longer_until_there_are_new_steps():
     for step in (-1, -1, 20, 20, 18, 30, 31, 31, *[31] * 9):
         restarts.after(JobResult(2, "lost", HOST_LOST, global_step=step))
         waits.append(restarts.delay_s())
-    assert waits == [1, 2, 1, 2, 4, 1, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
+    assert waits == [0, 1, 0, 1, 2, 0, 0, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
 
 
 def test_a_host_may_be_waited_for_as_long_as_restarts_allow():
@@ -257,7 +257,7 @@ def test_long_causes_of_many_restarts_fit_into_the_environment():
     assert len(text) < 131_072 - 100
 
 
-@pytest.mark.parametrize(("lost", "waits_s"), [("host1", 30), ("host2", 1)])
+@pytest.mark.parametrize(("lost", "waits_s"), [("host1", 30), ("host2", 0)])
 def test_no_second_rank_0_writes_while_the_first_one_may_still_run(lost: str, waits_s: int) -> None:
     """Its host, cut off, ends its part of the job when the lease is over."""
     restarts = Restarts(HOSTS, 12, THREE)

@@ -23,7 +23,7 @@ from ringtrain.cluster.exit_cause import JobResult
 from ringtrain.cluster.host_agent import LEASE_S
 from ringtrain.cluster.hosts import Host, take
 from ringtrain.cluster.launch_options import LaunchOptions
-from ringtrain.cluster.restart import ANSWER_S, FIRST_DELAY_S
+from ringtrain.cluster.restart import ANSWER_S
 from ringtrain.lab.simulate import cases, costs, hosts, job
 from ringtrain.lab.simulate.cases import Variant, plan_of
 from ringtrain.lab.simulate.costs import CostOptions, Costs
@@ -72,7 +72,7 @@ def test_without_failures_times_add_up_exactly(elastic, num_steps, num_saves):
 def test_a_failure_costs_what_was_not_saved_and_a_start():
     # 60 s of start, 1000 steps, a save, and 130 steps that are made again.
     parts = seconds_of(make_case(num_steps=3000), (60 + 1000 + 10 + 130, 2))
-    expected = {"steps": 3000, "save": 30, "repeated": 130, "start": 120, "restore": 20, "restart": 30 + FIRST_DELAY_S}
+    expected = {"steps": 3000, "save": 30, "repeated": 130, "start": 120, "restore": 20, "restart": 30}
     assert parts == pytest.approx(expected)
 
 
@@ -92,11 +92,11 @@ def test_a_spare_host_takes_the_place_of_a_lost_one():
     case = make_case(num_spares=1, repair_s=math.inf)
     parts = seconds_of(case, (500, 1))
     assert "fewer" not in parts
-    assert parts["restart"] == pytest.approx(30 + FIRST_DELAY_S), "the lost host is not waited for"
+    assert parts["restart"] == pytest.approx(30), "the lost host is not waited for"
     # The second loss is one too many: 3 ranks are left, which take 4 / 3 of the time.
     parts = seconds_of(case, (500, 1), (2000, 2))
     assert parts["fewer"] == pytest.approx((20_000 - 1000) / 3)
-    assert parts["restart"] == pytest.approx(2 * (30 + FIRST_DELAY_S) + ANSWER_S)
+    assert parts["restart"] == pytest.approx(2 * 30 + ANSWER_S)
 
 
 def test_a_lost_rank_0_is_waited_for_until_its_lease_is_over():

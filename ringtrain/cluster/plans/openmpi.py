@@ -167,7 +167,9 @@ def control(job: Job, dialect: Words) -> Iterator[Flag]:
             because = "a vanished host is noticed in 4 + 3 x 2 s, not in 8 minutes"
             yield words(set_to, f"oob_tcp_keepalive_{name}", seconds, because=because)
     if dialect.kill:
-        yield words(set_to, dialect.kill, 2, because="ranks that ignore SIGTERM are killed after 2 s")
+        # Open MPI waits as long before SIGTERM, too. Signals that let ranks save come from the host agents, if there are.
+        seconds = 1 if job.id else 2
+        yield words(set_to, dialect.kill, seconds, because=f"ranks that ignore SIGTERM are killed after {seconds} s")
     if len(job.hosts) >= NUM_HOSTS_LARGE:
         because = "the launcher reaches every host itself: hosts need no ssh keys for each other"
         yield words(set_to, f"{dialect.ssh}_no_tree_spawn", 1, because=because)
