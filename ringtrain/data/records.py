@@ -428,5 +428,5 @@ def _joined(part: Any, columns: Columns) -> NDArray[Any]:
             raise DataError(f"ringtrain.Records: columns {', '.join(part)} cannot be one array: name them in a dict")
         joined = np.concatenate(matrices, -1)
     if joined.dtype.kind == "f":
-        return joined.astype(keras.config.floatx())
+        return joined.astype(keras.config.floatx(), copy=False)
     return joined

@@ -80,9 +80,7 @@ class TableFiles:
 
     def read(self, block: Block) -> Columns:
         table = self.table(block)
-        return {
-            name: _values(table.column(name).combine_chunks(), f"{block.name}: column {name}") for name in self.columns
-        }
+        return {name: _values(_in_one(table.column(name)), f"{block.name}: column {name}") for name in self.columns}
 
 
 def _decoded(kind: Any) -> Any:
@@ -106,12 +104,17 @@ def _is_binary(kind: Any) -> bool:
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
+def _in_one(column: pa.ChunkedArray) -> pa.Array:
+    """Array of a column, without a copy if it is one."""
+    import pyarrow as pa
+
+    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
+
+
 def _values(column: pa.Array, name: str) -> NDArray[Any]:
     """Values of a column, [rows] or, of lists of one length, [rows, length]."""
     import pyarrow as pa
 
-    if isinstance(column, pa.ChunkedArray):
-        column = pa.concat_arrays(column.chunks)
     if column.null_count:
         raise DataError(f"{name}: {column.null_count} of {len(column)} values are null: fill them in before")
     kind = column.type
