@@ -14,12 +14,14 @@ from ringtrain.errors import RunDirectoryError
 from ringtrain.lab import jobs, tables
 from ringtrain.lab.report import curves, postmortem, remote, run_folder, time_use
 from ringtrain.lab.report.charts import number
+from ringtrain.lab.report.metrics_server import MetricsServer
 from ringtrain.lab.report.run_folder import Run
 from ringtrain.monitor import goodput
-from ringtrain.options import Argument
+from ringtrain.options import Argument, NotWith, Rule
 from ringtrain.run.run_folder import NO_METRICS, is_leased, is_locked, plain
 
 RUNS = "runs"
+PORT = Rule("0 to 65535", lambda value: 0 <= value <= 65535, {"minimum": 0, "maximum": 65535})
 MAX_METRICS = 3
 """number of metrics with a column, those of most runs"""
 
@@ -34,16 +36,18 @@ class Options:
     """print a list of JSON objects, with all metrics"""
     prometheus: bool = False
     """print progress and goodput for Prometheus, e.g. for the textfile collector of its node exporter"""
+    metrics_port: Annotated[int | None, Argument("PORT"), PORT, NotWith("json")] = None
+    """answer Prometheus with them, at http://127.0.0.1:PORT/metrics, until it is stopped; 0: any free port"""
 
 
 def main(options: Options) -> int:
     """Prints a line per run."""
-    with remote.local([options.folder]) as (parent,):
-        runs = [facts(folder) for folder in runs_in(parent)]
-    if remote.is_url(options.folder):
-        # Not that of the temporary copy.
-        for run in runs:
-            run["folder"] = f"{options.folder.rstrip('/')}/{run['run']}"
+    if options.metrics_port is not None:
+        with MetricsServer(options.metrics_port, lambda: time_use.prometheus(listed(options.folder))) as server:
+            print(server.url, flush=True)
+            server.serve_forever()
+        return 0
+    runs = listed(options.folder)
     if options.json:
         print(json.dumps([plain(run) for run in runs], indent=1, ensure_ascii=False))
     elif options.prometheus:
@@ -53,6 +57,17 @@ def main(options: Options) -> int:
     else:
         table(runs).show()
     return 0
+
+
+def listed(folder: str) -> list[dict[str, Any]]:
+    """Facts of the runs of a folder or mirror, the newest first."""
+    with remote.local([folder]) as (parent,):
+        runs = [facts(one) for one in runs_in(parent)]
+    if remote.is_url(folder):
+        # Not that of the temporary copy.
+        for run in runs:
+            run["folder"] = f"{folder.rstrip('/')}/{run['run']}"
+    return runs
 
 
 def newest(parent: Path = Path(RUNS)) -> Path:
