@@ -167,7 +167,7 @@ def control(job: Job, dialect: Words) -> Iterator[Flag]:
             because = "a vanished host is noticed in 4 + 3 x 2 s, not in 8 minutes"
             yield words(set_to, f"oob_tcp_keepalive_{name}", seconds, because=because)
     if dialect.kill:
-        # Open MPI waits as long before SIGTERM, too. Where there are host agents, ranks that may save hear of it from them.
+        # Open MPI waits as long before SIGTERM, too. Ranks of supervised jobs hear of signals from the host agents.
         seconds = 1 if job.id else 2
         yield words(set_to, dialect.kill, seconds, because=f"ranks that ignore SIGTERM are killed after {seconds} s")
     if len(job.hosts) >= NUM_HOSTS_LARGE:
