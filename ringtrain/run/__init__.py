@@ -19,6 +19,7 @@ evaluation:     metrics over all ranks, equal to those of one process
 measuring:      times the steps of a script's first fit, and ends it
 stopping:       ends a run on all ranks after the same step: signals, time limit, plateau, NaN
 run_folder:     the run folder: name, lock, summary.json
+durable:        files and folders that outlive a loss of power
 tracking:       metrics files, TensorBoard, results, curves
 console:        plan, progress bar and result in the terminal
 log_capture:    writes standard error to the rank's log, and to the terminal without TensorFlow's messages

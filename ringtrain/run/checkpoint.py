@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from ringtrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from ringtrain.protocol.json_text import INVALID, parse_json
+from ringtrain.run import durable
 
 FORMAT = 2
 """Manifest format. 2: ranks.npz holds only what differs between ranks."""
@@ -97,9 +98,9 @@ def save(
             text.write(json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest()}) + "\n" + body)
             text.flush()
             os.fsync(text.fileno())
-        _flush(unfinished)
+        durable.flush(unfinished)
         os.rename(unfinished, final)
-        _flush(folder)
+        durable.flush(folder)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
@@ -316,11 +317,3 @@ def _score(path: Path, metric: str) -> float | None:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,7 +18,7 @@ from ringtrain.config import Config, option_types, value_of, with_values
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError, RunDirectoryError
 from ringtrain.protocol import failures
-from ringtrain.run import checkpoint, console, log_capture, run_folder
+from ringtrain.run import checkpoint, console, durable, log_capture, run_folder
 from ringtrain.run.context import Opening
 
 PASSWORD = re.compile(r"//[^/@]*:[^/@]*@")
@@ -337,7 +337,7 @@ def make_folder(process: Process, numbers: Numbers, start: Start) -> Path:
         )
         lock.take(folder)
         derived = "".join(f"# {name} = {value}\n" for name, value in dataclasses.asdict(numbers).items())
-        (folder / "config.toml").write_text(f"# derived:\n{derived}\n{config_io.to_toml(config)}", encoding="utf-8")
+        durable.write(folder / "config.toml", f"# derived:\n{derived}\n{config_io.to_toml(config)}")
         return folder
 
     # The others get its name. Checkpoints after the one that training resumes from belong to a past that is left.

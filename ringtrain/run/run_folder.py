@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ringtrain.errors import RunDirectoryError
 from ringtrain.protocol.json_text import parse_json
+from ringtrain.run import durable
 
 if TYPE_CHECKING:
     from ringtrain.run.mirror import Mirror
@@ -64,7 +65,7 @@ def create_folder(parent: Path, name: str, number_if_taken: bool, reuse: bool = 
     """
     candidate, number = parent / name, 1
     try:
-        parent.mkdir(parents=True, exist_ok=True)
+        durable.make_folders(parent)
         known = reuse and (candidate / "config.toml").is_file()
         while not known and not _claimed(candidate, only_new=number_if_taken):
             if not number_if_taken:
@@ -73,6 +74,7 @@ def create_folder(parent: Path, name: str, number_if_taken: bool, reuse: bool = 
             candidate = parent / f"{name}-{number}"
         for folder in (candidate / "checkpoints", candidate / "tensorboard", candidate / "logs"):
             folder.mkdir(exist_ok=True)
+        durable.flush(parent)
     except OSError as error:
         raise RunDirectoryError(
             f"{candidate}: cannot be created: {error.strerror}: choose another --run.directory"
@@ -81,7 +83,7 @@ def create_folder(parent: Path, name: str, number_if_taken: bool, reuse: bool = 
 
 
 def _claimed(folder: Path, only_new: bool) -> bool:
-    """Creates a folder, or takes one without files, as left by a run that was killed at its start."""
+    """Creates a folder, or takes one without files, as left by a run that ended at its start."""
     try:
         folder.mkdir()
     except FileExistsError:
@@ -95,7 +97,8 @@ def is_run(folder: Path) -> bool:
 
 
 def _holds_no_files(folder: Path) -> bool:
-    return folder.is_dir() and all(path.is_dir() or path == folder / LOCK for path in folder.rglob("*"))
+    files = (path for path in folder.rglob("*") if not path.is_dir() and path.suffix != durable.UNFINISHED)
+    return folder.is_dir() and all(path == folder / LOCK for path in files)
 
 
 class RunLock:
@@ -273,9 +276,7 @@ def _holder(path: Path) -> dict[str, Any]:
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Writes summary.json, with null for numbers that are not finite."""
     text = json.dumps(plain(summary), indent=2, ensure_ascii=False)
-    unfinished = folder / "summary.unfinished"
-    unfinished.write_text(text + "\n", encoding="utf-8")
-    os.replace(unfinished, folder / "summary.json")
+    durable.write(folder / "summary.json", text + "\n")
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ringtrain.optim.optimizers import last_learning_rate
 from ringtrain.optim.schedules import curve, schedule_of
 from ringtrain.protocol.env import ALONE, COLLECTIVES
 from ringtrain.protocol.json_text import INVALID, parse_json
-from ringtrain.run import checkpoint, consistency, model_state
+from ringtrain.run import checkpoint, consistency, durable, model_state
 from ringtrain.run.console import Progress, speed
 from ringtrain.run.run_folder import METRICS, NO_METRICS, STEPS, plain, write_summary
 
@@ -208,9 +208,7 @@ def _records_until(path: Path, global_step: int) -> list[dict[str, Any]]:
             record = parse_json(line)
             if record["global_step"] <= global_step:
                 records.append(record)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    os.replace(unfinished, path)
+    durable.write(path, "".join(json.dumps(record) + "\n" for record in records))
     return records
 
 
