@@ -17,6 +17,7 @@ from ringtrain.protocol import as_main, gate
 def main(argv: Sequence[str]) -> None:
     """Runs the script that a command line names, once the gate is open."""
     launcher = os.getppid()
+    as_main.search_as(argv)
     # Not ringtrain.hvd: a script's options decide first by which library its ranks talk.
     import keras  # noqa: F401
     import tensorflow  # noqa: F401

@@ -417,15 +417,11 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
         stopped_by=stop.stopped_by,
         exit_code=stop.exit_code,
     )
-    # Trackers get all files of the run, so they are the last to end.
-    if run.callbacks.trackers.links:
-        from ringtrain.lab.report import cli as report
-
-        with contextlib.suppress(Exception):  # the run is complete without its page
-            report.write_page(run.folder)
-        run.callbacks.trackers.end(stop.exit_code, summary)
-    if run.timeline:
-        run.timeline.close()  # last: with many ranks and steps it takes a while
+    # After a signal all ranks wait for rank 0: mpirun kills the others soon after one has exited.
+    if stop.exit_code:
+        run.together(lambda: _publish(run, summary))
+    else:
+        _publish(run, summary)
     # Whatever becomes of the mirror, the folder is free for the next run, and servers and workers end.
     try:
         _finish_mirror(run, run.folder, exit_code=stop.exit_code)
@@ -433,6 +429,18 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
         run.lock.release()
         strategy.end(stop.exit_code)
     return summary, stop.exit_code
+
+
+def _publish(run: RunContext, summary: Mapping[str, Any]) -> None:
+    """Sends the run to its trackers, which get all of its files, and writes its timeline."""
+    if run.callbacks.trackers.links:
+        from ringtrain.lab.report import cli as report
+
+        with contextlib.suppress(Exception):  # the run is complete without its page
+            report.write_page(run.folder)
+        run.callbacks.trackers.end(run.callbacks.stop.exit_code, summary)
+    if run.timeline:
+        run.timeline.close()  # last: with many ranks and steps it takes a while
 
 
 def _finish_mirror(process: Process, folder: Path, exit_code: int = 0) -> None:

@@ -219,9 +219,8 @@ while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$or
         echo "{SAYS}taken $taken" ;;
     go*)
         set -- $order
-        gate={FOLDER}/$2
-        # Whole or not at all: a rank that waits reads it as soon as it is there.
-        if (set -C && umask 077 && echo "$3" >"$gate.new") && mv "$gate.new" "$gate"; then
+        gate={FOLDER}/$2 before=$(killed_for_memory)
+        if (set -C && umask 077 && echo "$3" >"$gate"); then
             echo "{SAYS}opened"
         else
             echo "{SAYS}not-opened"
@@ -230,7 +229,7 @@ while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$or
 done
 sweep
 boxes
-[ -z "$gate" ] || rm -f "$gate" "$gate.new"
+[ -z "$gate" ] || rm -f "$gate"
 [ -z "$alone$met" ] || echo "{SAYS}tensorflow ${{met:-alone}}"
 [ "$(killed_for_memory)" = "$before" ] || echo "{SAYS}memory"
 echo "{SAYS}swept$first"

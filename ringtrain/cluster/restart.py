@@ -98,7 +98,7 @@ class Restarts:
 
     def _count(self, result: JobResult) -> None:
         """Counts failures of hosts, and consecutive failures without new steps."""
-        if len(self.results) > 1 and result.global_step <= self._furthest_step:
+        if result.global_step <= self._furthest_step:
             self._in_vain += 1
         else:
             self._in_vain = 0

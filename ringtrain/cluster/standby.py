@@ -51,11 +51,11 @@ class WaitingRanks(Supervisor):
         is_lost = self._process.poll() is not None or any(agent.has_exited for agent in self.agents.members)
         if is_lost or len(self.reports.ranks) < self.planned_placement.size:
             return False
+        self.output.is_silent = False
         self.agents.send(gate.order(self.job.environment[GATE], attempt))
         deadline = time.monotonic() + OPEN_S
         while time.monotonic() < deadline and any(agent.has_opened is None for agent in self.agents.members):
             self._poll()
-        self.output.is_silent = False
         return all(agent.has_opened for agent in self.agents.members)
 
     def give_up(self) -> None:

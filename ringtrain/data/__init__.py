@@ -47,7 +47,7 @@ from pathlib import Path
 from ringtrain.config import DataConfig
 from ringtrain.data.arrays import Arrays, NoSamples, NumberedRows, RowBatches
 from ringtrain.data.dataset import DataSet, Samples, Split, checksums
-from ringtrain.data.fit_arguments import FitArguments, is_nest, with_batch_sizes
+from ringtrain.data.fit_arguments import BATCH_SIZE, FitArguments, is_nest, with_batch_sizes
 from ringtrain.data.from_rank_0 import FromRank0, packed, read_on_rank_0
 from ringtrain.data.host_memory import share as share_on_host
 from ringtrain.data.inputs import inputs, operations_by_rank, shapes_of

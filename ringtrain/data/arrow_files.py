@@ -5,8 +5,10 @@ from __future__ import annotations
 import zlib
 from typing import IO, Any
 
+import numpy as np
+
 from ringtrain.data import data_files
-from ringtrain.data.blocks import Block
+from ringtrain.data.blocks import Block, Columns
 from ringtrain.data.data_files import DataFile
 from ringtrain.data.table_files import Opened, TableFiles
 from ringtrain.errors import DataError
@@ -51,6 +53,10 @@ class ArrowFiles(TableFiles):
             return Opened(blocks, schema, checksum)
 
         return data_files.read_file(file, scan, f"{file}: cannot be read as Arrow")
+
+    def read(self, block: Block) -> Columns:
+        # Copies: the values of each column are part of the record batch, with all columns.
+        return {name: np.array(values) for name, values in super().read(block).items()}
 
     def table(self, block: Block) -> Any:
         import pyarrow as pa

@@ -5,13 +5,14 @@
 
 `rows` is the script's own dataset, so that its shuffles continue from their state. A map before `batch` is divided if
 its function has no state: then a row's result depends on this row alone. Of a map after `batch` nobody can know that;
-the first batches show it.
+the first batches show it, as they are and with the rows of one rank, or of all others, made smaller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ringtrain.data import pipeline_graph
@@ -50,6 +51,7 @@ class Division:
         batch: The dataset that makes batches.
         after: Datasets that follow it, in order.
         remark: What stays whole, as a phrase; "": nothing that takes time.
+        is_tried: Whether the first batches are compared; rows of a Python function would be missing afterwards.
         unequal: What is the case if the parts are not those of the whole batches.
     """
 
@@ -59,13 +61,17 @@ class Division:
     batch: Any
     after: Sequence[Any]
     remark: str = ""
+    is_tried: bool = True
     unequal: ClassVar[str] = "a map() after batch() does not compute each row by itself"
 
     def of_rank(self, parts: Parts) -> tf.data.Dataset:
         """Elements (Header, rows of a rank's parts) for each batch of the whole pipeline."""
         return self._made_from(self.rows, parts)
 
-    def _made_from(self, rows: tf.data.Dataset, parts: Parts) -> tf.data.Dataset:
+    def _made_from(
+        self, rows: tf.data.Dataset, parts: Parts, change: Callable[[Any], Any] | None = None
+    ) -> tf.data.Dataset:
+        """The same of other rows. change: Of the parts, before the maps after `batch`."""
         size = int(self.batch._batch_size)
         for earlier in self.before:
             if not _is_map(earlier):
@@ -81,6 +87,8 @@ class Division:
                 own = _mapped(own, earlier)
             own = own.batch(len(parts.places(size)))
             own = own.map(lambda headers, part: (_header_of(headers), part))
+        if change:
+            own = own.map(lambda header, part: (header, change(part)))
         for earlier in self.after:
             own = _mapped(own, earlier) if _is_map(earlier) else _again(earlier, own)
         return own.with_options(self.whole.options())
@@ -99,15 +107,23 @@ class Division:
         num_rows = NUM_TRIED * int(self.batch._batch_size)
         raw = next(iter(_without_state(self.rows).take(num_rows).batch(num_rows)))
         again = tf.data.Dataset.from_tensor_slices(raw)
-        whole = self._made_from(again, Parts(range(1), 1)).take(NUM_TRIED)
-        own = self._made_from(again, parts).take(NUM_TRIED)
+        all_rows = Parts(range(1), 1)
+        changes: list[tuple[Any, Any]] = [(None, None)]
+        if any(map(_is_map, self.after)):  # one may use all rows of a batch, such as their largest value
+            for of_own in (True, False):
+                halved = partial(_halved, of_own=of_own)
+                changes.append((partial(halved, parts=parts), partial(halved, parts=all_rows)))
         is_equal, checksum = True, 0
-        for (_, batch), (header, part) in zip(whole, own, strict=True):
-            expected_header, expected = parts.cut(batch)
-            is_equal &= same(
-                (header.shares, header.rows, part), (expected_header.shares, expected_header.rows, expected)
-            )
-            checksum = (checksum * 31 + int(fingerprint(batch))) % 2**31
+        for of_whole, of_part in changes:
+            whole = self._made_from(again, all_rows, of_whole).take(NUM_TRIED)
+            own = self._made_from(again, parts, of_part).take(NUM_TRIED)
+            for (_, batch), (header, part) in zip(whole, own, strict=True):
+                expected_header, expected = parts.cut(batch)
+                is_equal &= same(
+                    (header.shares, header.rows, part), (expected_header.shares, expected_header.rows, expected)
+                )
+                if of_whole is None:
+                    checksum = (checksum * 31 + int(fingerprint(batch))) % 2**31
         return is_equal, checksum
 
 
@@ -121,7 +137,7 @@ def divide(stream: Stream) -> None:
     checksum = 0
     try:
         division, why = _division_of(stream)
-        if division:
+        if division and division.is_tried:
             is_right, checksum = division.tried(Parts.of_rank(hvd.rank(), hvd.size()))
             why = "" if is_right else division.unequal
     except Exception as error:
@@ -176,7 +192,10 @@ def division_of(dataset: tf.data.Dataset) -> tuple[Division | None, str]:
     if not any(map(_is_map, (*before, *after))):
         return None, remark
     rows = (before[-1] if before else chain[place])._inputs()[0]
-    return Division(dataset, rows, before[::-1], chain[place], after[::-1], remark), ""
+    is_tried = not pipeline_graph.calls_python(rows)
+    if not is_tried and any(map(_is_map, after)):
+        return None, "its rows come from a Python function, and after batch() comes map()"
+    return Division(dataset, rows, before[::-1], chain[place], after[::-1], remark, is_tried), ""
 
 
 def _chain(dataset: Any) -> Iterator[Any]:
@@ -198,6 +217,23 @@ def _without_state(rows: Any) -> Any:
     if copy is None:
         raise ValueError("its rows cannot be copied")
     return copy
+
+
+def _halved(batch: Any, parts: Parts, of_own: bool) -> Any:
+    """A batch with half of the numbers in the rows of a rank's parts, or in all others."""
+    import tensorflow as tf
+
+    def halved(leaf: Any) -> Any:
+        is_number = isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_integer)
+        if not is_number or not leaf.shape.rank:
+            return leaf
+        numbers = tf.range(num_rows_of(leaf))
+        _, own = parts.cut(numbers)
+        is_own = tf.reduce_any(numbers[:, None] == own[None], 1)
+        is_changed = tf.reshape(is_own == of_own, [-1] + [1] * (leaf.shape.rank - 1))
+        return tf.where(is_changed, leaf // tf.cast(2, leaf.dtype), leaf)
+
+    return tf.nest.map_structure(halved, batch)
 
 
 def _is_map(dataset: Any) -> bool:

@@ -15,6 +15,9 @@ from ringtrain.errors import DataError
 if TYPE_CHECKING:
     import keras
 
+BATCH_SIZE = 32
+"""of arrays, as in Keras, if nothing else says how many rows a batch has"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FitArguments:
@@ -66,8 +69,8 @@ def with_batch_sizes(given: FitArguments) -> FitArguments:
         num_held_out = num_rows - num_trained
     if given.steps_per_epoch and num_trained:
         batch_size = math.ceil(num_trained / given.steps_per_epoch)
-    if given.validation_steps and num_held_out and held_out_size is None:
-        held_out_size = math.ceil(num_held_out / given.validation_steps)
+    if num_held_out and held_out_size is None:
+        held_out_size = math.ceil(num_held_out / given.validation_steps) if given.validation_steps else BATCH_SIZE
     return replace(given, batch_size=batch_size, validation_batch_size=held_out_size)
 
 

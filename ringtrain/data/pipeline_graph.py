@@ -88,17 +88,27 @@ def state_of(function: Any) -> str:
     """The operation, as a phrase, by which a function has a state or random results; "": none."""
     from tensorflow.python.framework import op_def_registry
 
-    graph = function.graph.as_graph_def()
-    nodes = [*graph.node]
-    for called in graph.library.function:
-        nodes += called.node_def
-    for node in nodes:
+    for node in _operations_of(function):
         definition = op_def_registry.get(node.op)
         if PYTHON.fullmatch(node.op):
             return "a Python function"
         if (definition is None or definition.is_stateful) and not READS.fullmatch(node.op):
             return _layer_or_operation(node)
     return ""
+
+
+def calls_python(dataset: tf.data.Dataset) -> bool:
+    """Returns whether a pipeline calls a Python function, such as a generator, which may have a state."""
+    operations = (node for function in dataset._functions() for node in _operations_of(function.function))
+    return any(PYTHON.fullmatch(node.op) for node in operations) or any(map(calls_python, dataset._inputs()))
+
+
+def _operations_of(function: Any) -> Iterator[Any]:
+    """Operations of a function, and of those that it calls."""
+    graph = function.graph.as_graph_def()
+    yield from graph.node
+    for called in graph.library.function:
+        yield from called.node_def
 
 
 def _graph_of(dataset: tf.data.Dataset) -> Any:

@@ -108,6 +108,7 @@ class RowsOfPyDataset:
 
     remark: ClassVar[str] = ""
     unequal: ClassVar[str] = "rows(index, begin, end) gives other rows than the batch has"
+    is_tried: ClassVar[bool] = True
 
     def __init__(self, stream: PyDatasetStream) -> None:
         self.stream, self._fingerprint = stream, 0

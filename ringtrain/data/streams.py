@@ -283,6 +283,8 @@ def first_part(batch: Any, num_parts: int) -> Any:
     import tensorflow as tf
 
     def part_of(leaf: Any) -> Any:
+        if leaf.shape.rank == 0:
+            return leaf
         end = tf.maximum(num_rows_of(leaf) // num_parts, 1)
         return rows_of(leaf, tf.zeros_like(end), end)
 

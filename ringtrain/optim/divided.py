@@ -226,7 +226,8 @@ def _gradients(model: keras.Model, traced: Any, halves: _Halves, rows: Rows, com
 def _with_any_rows(tensor: Any) -> Any:
     if tensor is None:
         return None
-    return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
+    rows = [None] if tensor.shape.rank else []
+    return tf.TensorSpec([*rows, *tensor.shape[1:]], tensor.dtype)
 
 
 def _distance(whole: Sequence[Any], first: Sequence[Any], second: Sequence[Any]) -> float:

@@ -35,18 +35,21 @@ def place_of_script(words: Sequence[str]) -> int:
     raise ValueError(f"got {words[0]}, expected python and a script")
 
 
+def search_as(words: Sequence[str]) -> None:
+    """Lets imports search first where they do in a script, or -m and a module, that Python runs."""
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd() if words[0] == "-m" else str(Path(words[0]).resolve().parent)
+
+
 def run(words: Sequence[str]) -> None:
     """Runs a script, or -m and a module, with its arguments, as `__main__`."""
     program, *arguments = words
+    search_as(words)
     if program == "-m":
         sys.argv[:] = arguments
-        if not sys.flags.safe_path:
-            sys.path[0] = os.getcwd()
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
         return
     sys.argv[:] = words
-    if not sys.flags.safe_path:
-        sys.path[0] = str(Path(program).resolve().parent)
     is_text = Path(program).is_file() and Path(program).suffix != ".pyc" and not zipfile.is_zipfile(program)
     if not is_text:  # a folder or archive with __main__.py
         runpy.run_path(program, run_name="__main__")

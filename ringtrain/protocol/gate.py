@@ -1,6 +1,6 @@
 """Gate of the ranks that stand by: a file in their host's shared memory, which the host agent makes when they may go.
 
-It holds the attempt that begins (`attempt.Attempt`), as JSON in base64. Its name is secret.
+It holds the attempt that begins (`attempt.Attempt`), as JSON in base64, on one line. Its name is secret.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def wait(parent: int, environ: MutableMapping[str, str] = os.environ) -> None:
     path = f"{FOLDER}/{environ.pop(GATE)}"
     while os.getppid() == parent:
         text = _read(path)
-        if text:
+        if text.endswith(b"\n"):  # else it is being written
             environ[ATTEMPT] = base64.b64decode(text).decode()
             environ[BEGUN] = str(time.time())
             return

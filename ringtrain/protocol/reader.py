@@ -8,7 +8,7 @@ import time
 import zlib
 
 from ringtrain.protocol.env import MARK
-from ringtrain.protocol.failures import Failure
+from ringtrain.protocol.failures import READ_WHEN_LOADED, Failure
 from ringtrain.protocol.json_text import INVALID, parse_json
 from ringtrain.protocol.placement import RankPlacement
 
@@ -117,7 +117,10 @@ class Reader:
 
     def _take_variables(self, given: dict[str, str]) -> None:
         """Adds a rank's variables; those that differ between ranks are none."""
+        # Again here: a host may report anything, and these reach the launcher's own environment.
         for name, value in given.items():
+            if not READ_WHEN_LOADED.fullmatch(name) or "\0" in value:
+                continue
             if self.variables.setdefault(name, value) != value:
                 self._differing.add(name)
         for name in self._differing:

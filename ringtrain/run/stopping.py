@@ -193,7 +193,7 @@ class StopTogether(keras.callbacks.Callback):
 
 def _may_stop_within_epochs(callback: keras.callbacks.Callback) -> bool:
     """Returns whether a callback runs code of a script at batches, which may set `stop_training`."""
-    for hook in ("on_train_batch_begin", "on_train_batch_end"):
+    for hook in ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"):
         if hook in vars(callback):  # of a LambdaCallback
             return True
         definer = next(kind for kind in type(callback).__mro__ if hook in vars(kind))

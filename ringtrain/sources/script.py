@@ -98,7 +98,7 @@ def _job(process: Process, source: ScriptSource) -> Job:
     if process.strategy.ranks_change:  # nothing may depend on the number of ranks at the start
         size = 1
         _refuse_in_elastic_job(arguments)
-    batch_size = arguments.batch_size or 32
+    batch_size = arguments.batch_size or data.BATCH_SIZE
     if arguments.batch_per_rank:
         batch_size *= size
     batch_size = max(1, batch_size // arguments.parts)  # a command may want only the first part of each

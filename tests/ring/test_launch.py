@@ -482,7 +482,7 @@ def test_a_launcher_that_starts_nothing_is_named_in_time(launch, tmp_path: Path)
     code, stderr = started.end()
     assert code == 2
     assert stderr.count("2 of 2 ranks did not start within 1 s, on localhost") == 3, "twice, and as the restart's cause"
-    assert "restart 1 of 1, after: " in stderr
+    assert "restart 1 of 1 in 1 s, after: " in stderr
     assert started.left() == {}
 
 
@@ -515,9 +515,9 @@ while [ "$1" != far ]; do shift; done; shift; eval "$@"
     (line,) = [line for line in stderr.splitlines() if line.startswith("ringtrain: not forwarded to ranks: ")]
     assert "A_DATA_DIR" in line
     assert not busy.exists() and "kex" not in stderr
-    assert "restart 1 of 3, after: " in stderr
+    assert "restart 1 of 3 in 1 s, after: " in stderr
     assert "far does not answer: ssh: connect to host far: No route to host" in stderr
-    assert "restart 2 of 3 in 1 s, after: " in stderr
+    assert "restart 2 of 3 in 2 s, after: " in stderr
     assert stderr.splitlines()[-1] == "ringtrain: complete; restarted 2 times"
     assert started.left() == {}
 

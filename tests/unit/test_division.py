@@ -153,9 +153,35 @@ def test_what_stands_in_the_way_is_named(name: str) -> None:
     assert division is None and why.startswith(expected) and bool(why) == bool(expected), why
 
 
-def test_a_map_of_whole_batches_is_noticed() -> None:
-    division, _ = division_of(rows().batch(16).map(centered))
-    assert division and not division.tried(Parts.of_rank(0, 2))[0]
+def scaled(x, y):
+    return x / tf.reduce_max(tf.abs(x)), y
+
+
+def pixels():
+    """Rows with the same largest value each."""
+    return tf.data.Dataset.from_tensor_slices((np.sign(X) * 255, Y))
+
+
+@pytest.mark.parametrize(("make", "function"), [(rows, centered), (pixels, scaled)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_map_of_whole_batches_is_noticed(make, function, rank: int) -> None:
+    division, _ = division_of(make().batch(16).map(function))
+    assert division and not division.tried(Parts.of_rank(rank, 2))[0]
+    division, _ = division_of(make().batch(16).map(lambda x, y: (tf.nn.l2_normalize(x, 1), y)))
+    assert division and division.tried(Parts.of_rank(rank, 2))[0], "of each row"
+
+
+def test_a_generator_with_a_state_loses_no_rows() -> None:
+    """It is not read before training begins."""
+    numbers = iter(range(100))
+    spec = tf.TensorSpec([], tf.int64)
+    generated = tf.data.Dataset.from_generator(lambda: numbers, output_signature=spec)
+    division, _ = division_of(generated.map(lambda n: 2 * n).batch(4))
+    assert division and not division.is_tried
+    (_, first), *_ = division.of_rank(Parts.of_rank(0, 2)).take(1)
+    assert first.numpy().tolist() == [0, 2]
+    division, why = division_of(generated.batch(4).map(lambda n: 2 * n))
+    assert division is None and "a Python function" in why
 
 
 def test_what_stays_whole_is_said_beside_what_is_divided() -> None:

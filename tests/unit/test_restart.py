@@ -224,7 +224,7 @@ def test_waits_longer_and_longer_until_there_are_new_steps():
     for step in (-1, -1, 20, 20, 18, 30, 31, 31, *[31] * 9):
         restarts.after(JobResult(2, "lost", HOST_LOST, global_step=step))
         waits.append(restarts.delay_s())
-    assert waits == [0, 1, 0, 1, 2, 0, 0, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
+    assert waits == [1, 2, 0, 1, 2, 0, 0, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
 
 
 def test_a_host_may_be_waited_for_as_long_as_restarts_allow():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
-import shutil
 import subprocess
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from ringtrain.cluster.standby import standing_by
 from ringtrain.errors import LaunchError
 from ringtrain.protocol import failures, gate
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.protocol.env import ATTEMPT, GATE, JOB
+from ringtrain.protocol.env import ATTEMPT, GATE, JOB, MARK
 from ringtrain.protocol.reader import Reader
 
 RESTARTED = LaunchOptions(command=("python", "own.py"), max_restarts=2, standby=True)
@@ -89,26 +90,43 @@ def test_the_agent_opens_the_gate_and_removes_it(tmp_path: Path) -> None:
     assert not Path(gate.FOLDER, name).exists()
 
 
-@pytest.mark.parametrize("suffix", ["", ".new"])
-def test_a_gate_that_cannot_be_opened_is_reported(tmp_path: Path, suffix: str) -> None:
-    """A folder or a link is in its place; what it leads to stays as it is."""
+@pytest.mark.parametrize("kind", ["folder", "link", "link to nothing"])
+def test_a_gate_that_cannot_be_opened_is_reported(tmp_path: Path, kind: str) -> None:
+    """Something is in its place; what a link leads to stays as it is."""
     name, target = f"unit-taken-{os.getpid()}", tmp_path / "target"
-    place = Path(gate.FOLDER, f"{name}{suffix}")
-    target.write_text("kept")
-    if suffix:
-        place.symlink_to(target)
-    else:
+    place = Path(gate.FOLDER, name)
+    if kind == "folder":
         place.mkdir()
-        (place / f"{name}.new").mkdir()  # mv would move the file into the folder
+    else:
+        place.symlink_to(target)
+    if kind == "link":
+        target.write_text("kept")
     try:
         answer, _ = orders(name, tmp_path, gate.order(name, "{}"))
         assert answer == "ringtrain-agent:not-opened\n"
-        assert target.read_text() == "kept"
+        assert (target.read_text() if target.exists() else "") == ("kept" if kind == "link" else "")
     finally:
-        if suffix:
-            place.unlink(missing_ok=True)
+        if kind == "folder":
+            place.rmdir()
         else:
-            shutil.rmtree(place)
+            place.unlink(missing_ok=True)
+
+
+def test_a_rank_does_not_begin_while_the_gate_is_written() -> None:
+    path, environ = Path(gate.FOLDER, f"unit-half-{os.getpid()}"), {GATE: f"unit-half-{os.getpid()}"}
+    text = base64.b64encode(b'{"number": 1}') + b"\n"
+    path.write_bytes(text[:7])
+    try:
+        waiting = threading.Thread(target=gate.wait, args=(os.getppid(), environ))
+        waiting.start()
+        waiting.join(10 * gate.LOOK_S)
+        assert waiting.is_alive() and ATTEMPT not in environ
+        path.write_bytes(text)
+        waiting.join(60)
+        assert environ[ATTEMPT] == '{"number": 1}'
+    finally:
+        path.write_bytes(text)
+        path.unlink()
 
 
 def test_a_gate_that_is_a_link_stays_closed(tmp_path: Path) -> None:
@@ -142,3 +160,12 @@ def test_what_a_script_sets_before_tensorflow_is_loaded_reaches_the_launcher(cap
     assert expected.items() <= reader.variables.items()
     kinds = [line.split(":")[2] for line in lines]
     assert kinds == ["variables", "variables", "init"], "before that of hvd.init(), at which ranks may be started"
+
+
+def test_of_other_variables_the_launcher_takes_none() -> None:
+    """A host may report anything, and what is taken is in the environment of the launcher's own programs."""
+    reader = Reader("job")
+    given = {"LD_PRELOAD": "/tmp/a.so", "PATH": "/tmp", "TF_A=B": "1", "TF_B": "a\0b", "TF_C": "1"}
+    text = base64.b64encode(json.dumps(given).encode()).decode()
+    assert reader.take(f"{MARK}:job:variables:{text}:")
+    assert reader.variables == {"TF_C": "1"}
