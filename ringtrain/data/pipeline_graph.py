@@ -97,6 +97,41 @@ def state_of(function: Any) -> str:
     return ""
 
 
+def shuffles_of(dataset: Any, times: int = 1, is_cut: bool = False) -> list[tuple[Any, int]] | None:
+    """Shuffles of a pipeline, and how often each takes another order in an iteration of it.
+
+    A shuffle takes it when its iterator is made: for all but the last one, when elements are read. So an iterator of
+    each of them takes it as well, without reading.
+
+    Args:
+        times: How often this dataset is iterated.
+        is_cut: Whether an iteration may end before its last element.
+
+    Returns:
+        None: It cannot be known, e.g. of a `cache` in memory after a shuffle, which keeps the first order.
+    """
+    name = type(dataset).__name__
+    function_inputs = [tensor for function in dataset._functions() for tensor in function.function.captured_inputs]
+    inputs = dataset._inputs()
+    if name in ("_TakeDataset", "_ZipDataset"):
+        is_cut = True
+    elif name == "_RepeatDataset":
+        times *= int(dataset._count)
+    found: list[tuple[Any, int]] = []
+    for one in inputs:
+        shuffles = shuffles_of(one, times, is_cut)
+        if shuffles is None:
+            return None
+        found += shuffles
+    is_unknown = name == "CacheDataset" or times < 0 or (is_cut and name in ("_RepeatDataset", "_ConcatenateDataset"))
+    is_unknown |= len(inputs) > 1 and name not in ("_ZipDataset", "_ConcatenateDataset")
+    if (found and is_unknown) or any(tensor.dtype.name == "variant" for tensor in function_inputs):
+        return None
+    if name == "_ShuffleDataset":
+        found.append((dataset, times))
+    return found
+
+
 def calls_python(dataset: tf.data.Dataset) -> bool:
     """Returns whether a pipeline calls a Python function, such as a generator, which may have a state."""
     operations = (node for function in dataset._functions() for node in _operations_of(function.function))

@@ -43,7 +43,7 @@ class PyDatasetStream(Stream):
         if not self.num_batches:
             raise DataError("ringtrain.fit: got a PyDataset without batches, expected at least one")
         self.source, self.standardized = source, PyDatasetAdapter(source, class_weight)._standardize_batch
-        self.shuffle, self.seed, self._epoch, self._ended = shuffle, seed, 0, 0
+        self.shuffle, self.seed, self._epoch, self._begun = shuffle, seed, 0, 0
         self.numbers: Iterable[int] = range(self.num_batches)
         first = list(self.each(range(min(2, self.num_batches)), self.whole))
         self.batch_size, self._signature = num_rows(first[0]), get_tensor_spec(first)
@@ -57,12 +57,12 @@ class PyDatasetStream(Stream):
         return tf.data.Dataset.from_generator(lambda: self.each(numbers, self.whole), output_signature=self._signature)
 
     def iterator(self, rows: tf.data.Dataset, epoch: int, first_step: int) -> Iterator[Any]:
-        while self._ended <= epoch:
-            with _seeded(self.seed, self._ended):
+        while self._begun <= epoch:  # those that were elsewhere as well
+            with _seeded(self.seed, self._begun):
                 self.source.on_epoch_end()
-            self._ended += 1
-        with _seeded(self.seed, epoch, 0):
-            self.source.on_epoch_begin()
+            with _seeded(self.seed, self._begun, 0):
+                self.source.on_epoch_begin()
+            self._begun += 1
         draw = np.random.default_rng([self.seed, epoch])
         if self.shuffle:
             order = draw.permutation(self.num_batches)

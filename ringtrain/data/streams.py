@@ -76,7 +76,9 @@ class Stream(Split):
         import tensorflow as tf
 
         self.kind, self.dataset, self.batch_size = kind, dataset, batch_size
-        self._iterations, self._per_epoch, self._first = 0, 2, 0
+        self._num_begun, self._num_unread = 0, 0
+        """iterations, and iterators of which nothing was read"""
+        self._unread_per_epoch = 1  # as in Keras
         self._open: Iterator[Any] | None = None
         if any(spec.shape.rank is None for spec in tf.nest.flatten(dataset.element_spec)):
             raise DataError(
@@ -85,26 +87,25 @@ class Stream(Split):
             )
         length = int(dataset.cardinality())
         if steps == length:
-            steps, self._per_epoch = None, 1
+            steps, self._unread_per_epoch = None, 0
         self.is_endless, self.num_batches = steps is not None, steps or length
         if steps:
             self._check_length(steps, epochs)
         elif length == -1:
             raise DataError(f"ringtrain.fit: got a {kind} without an end: pass steps_per_epoch, or use take(n)")
         elif length == -2:
-            self.num_batches, self._per_epoch, self.may_end_early = self._counted(), 1, True
+            self.num_batches, self._unread_per_epoch, self.may_end_early = self._counted(), 0, True
         if not self.num_batches:
             raise DataError(f"ringtrain.fit: got a {kind} without batches, expected at least one")
         which = "all earlier batches" if steps else "the epoch's earlier batches"
         self.on_resume = f"{which} are read again, without training"
+        if not steps and pipeline_graph.calls_python(dataset):
+            self.on_resume += "; Python functions of the pipeline are not called for earlier epochs"
 
     def _counted(self) -> int:
         """Number of batches of an iteration: of a copy, if there can be one, so that no epoch is read before."""
-        copy = pipeline_graph.copy_of(self.dataset)
-        if copy is None:
-            self._iterations = self._first = 1
         num_batches = 0
-        for _ in copy or self.dataset:
+        for _ in pipeline_graph.copy_of(self.dataset) or self.dataset:
             num_batches += 1
             _advance()
         return num_batches
@@ -155,18 +156,40 @@ class Stream(Split):
         if self.is_endless:  # whole calls of train_function, the last of an epoch included
             skipped += epoch * math.ceil(self.num_batches / self.steps_per_call) * self.steps_per_call
         else:
-            iteration = self._first + self._per_epoch * epoch
-            # Each iterator gives the shuffles their next order; one of as few functions as possible, which takes less.
+            if epoch < self._num_begun:  # once more, in place of an iterator that is not read
+                self._num_unread += 1
+            num_unread = self._unread_per_epoch * epoch
             shuffled = self.division.rows if self.division else self.dataset
-            for _ in range(iteration - self._iterations):
+            for _ in range(num_unread - self._num_unread):
                 iter(shuffled)
-            self._iterations = max(iteration, self._iterations) + 1
+            self._num_unread = max(num_unread, self._num_unread)
+            self._pass_over(epoch - self._num_begun, rows)
+            self._num_begun = max(epoch + 1, self._num_begun)
         batches = iter(rows)
         for _ in range(skipped):
             next(batches)
             _advance()
         self._open = batches if self.is_endless else None
         return batches
+
+    def begin_evaluation(self, number: int, num_shards: int) -> None:
+        """Gives the shuffles their order in an evaluation, counted from 0, of which a rank reads so many shards."""
+        missing = number * num_shards - self._num_begun
+        for _ in range(missing):
+            iter(self.dataset)  # Keras makes one that it does not read, too
+        self._pass_over(missing, self.dataset)
+        self._num_begun = max((number + 1) * num_shards, self._num_begun)
+
+    def _pass_over(self, missing: int, rows: tf.data.Dataset) -> None:
+        """Lets the shuffles take their orders in so many iterations of `rows`, which another process has made."""
+        shuffles = pipeline_graph.shuffles_of(self.dataset) if missing > 0 else []
+        for shuffle, times in shuffles or ():
+            for _ in range(missing * times):
+                iter(shuffle)
+        if shuffles is None:
+            for _ in range(missing):
+                for _ in rows:
+                    _advance()
 
     def close(self) -> None:
         """Ends reading: a Python generator that is read when the interpreter ends keeps the process alive."""

@@ -156,19 +156,21 @@ class SumsOverVirtualRanks:
         self._totals = None
         rows = []
         for compute in computations:
-            divisors = self._divisors_of(compute)
+            divisors = self._divisors_of(step.model, compute)
             if not divisors:
                 return
             rows.append(tf.stack(divisors))
         total = sum_of_all(tf.stack(rows), self.num, step.reduction)
         self._totals = itertools.cycle(tf.unstack(total, num=rows[0].shape[0]))
 
-    def _divisors_of(self, compute: Callable[..., Any]) -> list[Any]:
+    def _divisors_of(self, model: keras.Model, compute: Callable[..., Any]) -> list[Any]:
         """Divisors of the losses of a part, float64 [] each."""
 
         def divisors() -> list[Any]:
             self._divisors = []
-            with keras.StatelessScope(), contextlib.suppress(LossIsKnown):
+            # Regularizers read their weights from the scope.
+            weights = [(weight, weight.value) for weight in model.trainable_variables if weight.regularizer]
+            with keras.StatelessScope(weights), contextlib.suppress(LossIsKnown):
                 compute(until_loss=True)
             return self._divisors
 

@@ -47,7 +47,7 @@ class OfTheModel(Exception):
 
 
 class CallbackState:
-    """Attributes of callbacks, as far as they have changed since this object was made.
+    """Attributes of callbacks, as far as they have changed since this object was made, or ever had.
 
     Attributes that do not change are arguments, which a resumed run takes from the script. Texts are never state, and
     may be secrets.
@@ -59,14 +59,18 @@ class CallbackState:
         """digests of the attributes, by callback"""
         for number in range(len(callbacks)):
             self._first.append({name: digest for name, (digest, _, _) in self._saved(number).items()})
+        self._changed: list[set[str]] = [set() for _ in callbacks]
+        """names of attributes that have changed, by callback: also one that has its first value again is saved"""
         self._unsaved: list[dict[str, Any]] = []
         self._reported: set[str] = set()
 
     def begin(self) -> None:
-        """Notes what cannot be saved, after callbacks have prepared their training."""
+        """Notes what cannot be saved, and what has changed, after callbacks have prepared their training."""
         saved = [self._saved(number) for number in range(len(self.callbacks))]
         pairs = zip(self.callbacks, saved, strict=True)
         self._unsaved = [self._unsavable(callback, values) for callback, values in pairs]
+        for number, values in enumerate(saved):
+            self._note_changes(number, values)
 
     def save(self) -> tuple[list[dict[str, Any]], Arrays]:
         """Returns plain values by callback, and arrays apart, each under a name."""
@@ -74,12 +78,17 @@ class CallbackState:
         for number, callback in enumerate(self.callbacks):
             values, saved = {}, self._saved(number)
             self._report(number, saved)
-            for name, (digest, value, parts) in saved.items():
-                if digest != self._first[number].get(name):
+            self._note_changes(number, saved)
+            for name, (_, value, parts) in saved.items():
+                if name in self._changed[number]:
                     values[name] = value
                     arrays |= {key: np.array(array) for key, array in parts.items()}  # training continues meanwhile
             states.append({"class": type(callback).__name__, "values": values})
         return states, arrays
+
+    def _note_changes(self, number: int, values: Values) -> None:
+        first = self._first[number]
+        self._changed[number] |= {name for name, (digest, _, _) in values.items() if digest != first.get(name)}
 
     def _saved(self, number: int) -> Values:
         """Digest, plain value and arrays of each attribute of a callback that can be saved."""

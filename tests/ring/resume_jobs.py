@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 import keras
 import numpy as np
 import tensorflow as tf
-from fit_alike import CLASSES, OUTPUT, KillAfter, Killed, X, Y, compiled, dense, distance, options
+from fit_alike import CLASSES, OUTPUT, SEQUENCES, KillAfter, Killed, X, Y, compiled, dense, distance, options
 from only import only
 
 import ringtrain
 import ringtrain.hvd as hvd
 from ringtrain import config_io, train
-from ringtrain.config import CheckpointConfig, HealthConfig, with_values
+from ringtrain.config import CheckpointConfig, HealthConfig, TrainConfig, with_values
 
 AT_ONCE = HealthConfig(agree_every_steps=1)
 
@@ -56,6 +56,103 @@ def _normalized() -> keras.Model:
 
 def _best() -> keras.callbacks.Callback:
     return keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)
+
+
+class _FromBegin(keras.utils.PyDataset):
+    """Its rows are in an order that each epoch draws when it begins."""
+
+    num_batches = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draw, self.order = np.random.default_rng(5), np.arange(32)
+
+    def __getitem__(self, index: int) -> Any:
+        rows = self.order[index * 8 : index * 8 + 8]
+        return X[rows], Y[rows]
+
+    def on_epoch_begin(self) -> None:
+        self.order = self.draw.permutation(100)[:32]
+
+
+class _WarmUp(keras.callbacks.Callback):
+    """Sets an attribute when training begins, and again to what it was before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.factor = 0.25
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 0.05 * self.factor
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.factor = min(1.0, self.factor + 0.25)
+
+
+@only(np=2)
+def orders_of_all_epochs_follow_after_a_resume() -> None:
+    """Of pipelines with several shuffles, or repeated ones; rows of validation, and what a callback has set back."""
+    rows = tf.data.Dataset.from_tensor_slices((X[:32], Y[:32]))
+    files = tf.data.Dataset.range(4)
+
+    def once() -> tf.data.Dataset:
+        return rows.shuffle(9, seed=1)
+
+    def again() -> tf.data.Dataset:
+        return rows.shuffle(32, seed=2)
+
+    kinds: dict[str, Callable[[], Any]] = {
+        "two": lambda: once().batch(4).unbatch().shuffle(16, seed=4).batch(8),
+        "repeated": lambda: again().repeat(2).batch(16),
+        "joined": lambda: rows.take(16).shuffle(16, seed=5).concatenate(rows.skip(16).shuffle(16, seed=6)).batch(8),
+        "cached": lambda: again().cache().shuffle(8, seed=7).batch(8),
+        "cut": lambda: again().repeat(2).take(40).batch(8),
+        "files": lambda: (
+            files.shuffle(4, seed=3).interleave(lambda n: rows.skip(8 * n).take(8)).shuffle(9, seed=8).batch(8)
+        ),
+        "divided": lambda: once().shuffle(32, seed=9).map(lambda x, y: (2 * x, y)).repeat(2).batch(16),
+        "py": _FromBegin,
+    }
+    for name, make in kinds.items():
+        more: dict[str, Any] = {"epochs": 4, "verbose": 0, "shuffle": False}
+        more |= {"validation_steps": 2}
+        if "py" not in name:
+            del more["shuffle"]
+
+        def fit(name: str, *callbacks: Any, more: Any = more, make: Any = make) -> Any:
+            model, config = compiled(dense()), options(checkpoint=CheckpointConfig(every_steps=1))
+            more = more | {"validation_data": rows.shuffle(32, seed=10).batch(4)}
+            history = ringtrain.fit(model, make(), name=name, callbacks=[_WarmUp(), *callbacks], options=config, **more)
+            return model, history.history
+
+        whole, expected = fit(f"{name}-whole")
+        with contextlib.suppress(Killed):
+            fit(name, KillAfter(10))
+            raise AssertionError("not killed")
+        resumed, history = fit(name)
+        assert distance(whole, resumed) == 0, (name, distance(whole, resumed))
+        assert history == expected, name
+
+
+@only(np=2)
+def virtual_ranks_with_regularized_weights() -> None:
+    """Whose loss a mask divides."""
+    layers = keras.layers.Masking(), keras.layers.LSTM(4, kernel_regularizer="l2", return_sequences=True)
+    losses = []
+    for virtual in (2, 4):
+        keras.utils.set_random_seed(1)
+        last = keras.layers.Dense(1, kernel_regularizer="l2")
+        model = keras.Sequential(
+            [keras.Input((5, 4)), *(type(one).from_config(one.get_config()) for one in layers), last]
+        )
+        config = options(train=TrainConfig(virtual_ranks=virtual))
+        model.compile("sgd", "mse")
+        history = ringtrain.fit(model, SEQUENCES, SEQUENCES[..., :1], batch_size=32, verbose=0, options=config)
+        losses.append(history.history["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 @only(np=2)
