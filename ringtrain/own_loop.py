@@ -33,9 +33,9 @@ def loop(
 ) -> Loop:
     """Makes a run of a training loop that a script has written itself, with `tf.GradientTape`.
 
-    Every rank runs the loop. In its context, the optimizers average gradients over the ranks, and the run has what
-    `ringtrain.fit` gives: comparisons of the ranks, a folder with checkpoints, a resume after the last one, and an end
-    of all ranks after the same step.
+    Every rank runs the loop. In its context, the optimizers average gradients over the ranks, so that a loss must be a
+    mean over rows, not a sum. The run has what `ringtrain.fit` gives: comparisons of the ranks, a folder with
+    checkpoints, a resume after the last one, and an end of all ranks after the same step.
 
     Args:
         model: Model with weights, or several, such as those of a GAN.

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ringtrain.protocol import as_main
 from ringtrain.protocol.env import JOB, LEASE
 from ringtrain.protocol.gate import FOLDER
 from ringtrain.protocol.launchers import names
@@ -296,8 +297,7 @@ def argv(
     notice: Shell command that exits with 0 when the host is taken away soon; "": none.
     """
     program = command[0] if command else ""
-    is_python = os.path.basename(program).startswith("python")
-    wants_ringtrain = is_python and any(word.startswith("ringtrain.") for word in command[1:3])
+    wants_ringtrain = as_main.is_python(command) and any(word.startswith("ringtrain.") for word in command[1:3])
     words = [
         "sh",
         "-c",

@@ -7,12 +7,12 @@ import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
 from ringtrain.cluster.host_agent import LEASE_S
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.launch_options import LaunchOptions
+from ringtrain.protocol import as_main
 from ringtrain.protocol.attempt import Attempt
 
 FAILURES_OF_A_HOST, RECENT = 2, 5  # a host with 2 of the job's last 5 failures is excluded
@@ -20,7 +20,6 @@ EXCLUDED_FOR, TIMES = 4, 4  # until the job has failed 4 times elsewhere; 4 time
 ANSWER_S = 20.0  # for a host to answer before the job restarts without it
 ASKED_TO_STOP = (129, 130, 138, 143)  # 128 + SIGHUP, SIGINT, SIGUSR1, SIGTERM: the job saved and exited
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0  # before a restart after no new steps; doubled for each such failure
-MAX_DOUBLINGS = 10  # of the delay: MAX_DELAY_S is reached before
 NOT_FOUND = (126, 127)
 NO_MEMORY = re.compile(
     r"ResourceExhausted|MemoryError|out of memory|OUT_OF_MEMORY|\bOOM\b|std::bad_alloc", re.IGNORECASE
@@ -56,7 +55,6 @@ class Restarts:
         excluded"""
         self._often: frozenset[str] = frozenset()
         """hosts that are excluded now"""
-        self._often_slots = 0
         self._furthest_step = -1
         self._in_vain = 0
         """number of failures since the last one that was after new steps"""
@@ -91,8 +89,9 @@ class Restarts:
 
     def delay_s(self, first_host: str = "") -> float:
         """Seconds to wait before the next attempt. first_host: That of rank 0 in the last one, which writes the run."""
-        doublings = min(self._in_vain - 1, MAX_DOUBLINGS)
-        delay_s = min(FIRST_DELAY_S * 2**doublings, MAX_DELAY_S) if self._in_vain else 0.0
+        delay_s = 0.0
+        if self._in_vain:
+            delay_s = min(FIRST_DELAY_S * 2.0 ** min(self._in_vain - 1, 6), MAX_DELAY_S)
         # Until a rank 0 that may still run can no longer write there.
         return max(delay_s, LEASE_S) if first_host in self.results[-1].not_cleaned_up else delay_s
 
@@ -109,7 +108,6 @@ class Restarts:
                 self._exclude(host)
             now = len(self.results)
             self._often = frozenset(host for host, (until, _) in self._excluded.items() if now < until)
-            self._often_slots = self._slots_of(self._often)
 
     def _exclude(self, host: str) -> None:
         """Excludes a host that fails often; for longer each time if it fails again soon after it is back."""
@@ -127,7 +125,7 @@ class Restarts:
         """Leaves out hosts that do not answer, and hosts that fail often unless --min-np needs them."""
         options = self._options
         often = self._often - self._silent
-        slots = self._all_slots - self._often_slots - self._slots_of(self._silent - self._often)
+        slots = self._all_slots - self._slots_of(self._silent | often)
         # Those first that are excluded for the shortest time.
         for host in sorted(often, key=lambda host: (self._excluded[host][1], host)):
             if slots < max(1, options.min_np):
@@ -181,8 +179,7 @@ def why_not(result: JobResult, before: Sequence[JobResult], options: LaunchOptio
 def takes_any_number(command: tuple[str, ...]) -> bool:
     """Whether a job may continue with any number of ranks: a configured run has a batch size per rank."""
     # Another program may start a configured run.
-    is_python = any(Path(word).name.startswith("python") for word in command[:1])
-    return is_python and not any("ringtrain.train" in word for word in command)
+    return as_main.is_python(command) and not any("ringtrain.train" in word for word in command)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ STATE_INPUTS = {
     "ShuffleDatasetV3": (4, "DummySeedGenerator"),
     "ShuffleAndRepeatDatasetV2": (5, "DummySeedGenerator"),
     "CacheDatasetV2": (2, "DummyMemoryCache"),
+    "RandomDatasetV2": (2, "DummySeedGenerator"),
 }
 """By operation: the input that holds its state, and the operation that creates a new state."""
 SEED_INPUTS = {"ShuffleDatasetV3": (2, 3), "ShuffleAndRepeatDatasetV2": (2, 3)}
@@ -98,7 +99,7 @@ def state_of(function: Any) -> str:
 
 
 def shuffles_of(dataset: Any, times: int = 1, is_cut: bool = False) -> list[tuple[Any, int]] | None:
-    """Shuffles of a pipeline, and how often each takes another order in an iteration of it.
+    """Shuffles of a pipeline, and random numbers that change, with how often each takes an order in an iteration of it.
 
     A shuffle takes it when its iterator is made: for all but the last one, when elements are read. So an iterator of
     each of them takes it as well, without reading.
@@ -127,7 +128,7 @@ def shuffles_of(dataset: Any, times: int = 1, is_cut: bool = False) -> list[tupl
     is_unknown |= len(inputs) > 1 and name not in ("_ZipDataset", "_ConcatenateDataset")
     if (found and is_unknown) or any(tensor.dtype.name == "variant" for tensor in function_inputs):
         return None
-    if name == "_ShuffleDataset":
+    if name == "_ShuffleDataset" or (name == "_RandomDataset" and dataset._rerandomize):
         found.append((dataset, times))
     return found
 

@@ -16,6 +16,11 @@ ALONE, WITH_VALUE = re.compile("-[uOBEsPIqvbd]+"), ("-W", "-X")
 """options of Python that may be before a script"""
 
 
+def is_python(words: Sequence[str]) -> bool:
+    """Returns whether a command line is one of Python."""
+    return len(words) > 0 and Path(words[0]).name.startswith("python")
+
+
 def place_of_script(words: Sequence[str]) -> int:
     """Index of the script, or of -m, in a command line of Python.
 
@@ -23,7 +28,7 @@ def place_of_script(words: Sequence[str]) -> int:
         ValueError: There is none, or the command is not Python's.
     """
     index = 1
-    while index < len(words) and Path(words[0]).name.startswith("python"):
+    while index < len(words) and is_python(words):
         word = words[index]
         if word == "-m" or not word.startswith("-"):
             return index

@@ -114,6 +114,11 @@ def orders_of_all_epochs_follow_after_a_resume() -> None:
             files.shuffle(4, seed=3).interleave(lambda n: rows.skip(8 * n).take(8)).shuffle(9, seed=8).batch(8)
         ),
         "divided": lambda: once().shuffle(32, seed=9).map(lambda x, y: (2 * x, y)).repeat(2).batch(16),
+        "random": lambda: (
+            tf.data.Dataset.zip(once(), tf.data.Dataset.random(seed=4, rerandomize_each_iteration=True))
+            .map(lambda row, number: (row[0] + tf.cast(number % 7, tf.float64), row[1]))
+            .batch(8)
+        ),
         "py": _FromBegin,
     }
     for name, make in kinds.items():
