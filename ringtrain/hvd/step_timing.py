@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from ringtrain.hvd.keras_patches import innermost, set_untracked
 from ringtrain.hvd.train_step import TrainStep, wrap
@@ -121,8 +122,12 @@ class PhaseTracker:
 
     def note(self, moment: str, tensors: Any) -> list[Any]:
         """Adds graph nodes that record when tensors are ready, and returns the last one; empty without `watch`."""
-        if self._moments is None or _in_a_further_tower():
-            return []
+        if (
+            self._moments is None
+            or _in_a_further_tower()
+            or GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+        ):
+            return []  # XLA compiles no clock
         flat = [tensor for tensor in tf.nest.flatten(tensors, expand_composites=True) if tf.is_tensor(tensor)]
         with tf.control_dependencies(flat):
             # The graph continues while a GPU's kernels still run; a copy of their result waits for them.
