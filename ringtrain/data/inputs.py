@@ -265,7 +265,9 @@ def _stream(
     x = x.batches if isinstance(x, FromRank0) else x
     if isinstance(x, tf.data.Dataset):
         dataset = tf_dataset_adapter.TFDatasetAdapter(x, class_weight=class_weight)._dataset
-        return Stream("tf.data.Dataset", dataset.take(take) if take else dataset, steps, epochs, _batch_size(x))
+        stream = Stream("tf.data.Dataset", dataset.take(take) if take else dataset, steps, epochs, _batch_size(x))
+        stream.is_cut = bool(take) and int(dataset.cardinality()) != take
+        return stream
     if isinstance(x, GeneratorType):
         if not steps:
             raise DataError("ringtrain.fit: got a generator without steps_per_epoch, expected the batches of an epoch")

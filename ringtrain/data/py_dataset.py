@@ -73,6 +73,9 @@ class PyDatasetStream(Stream):
             self.division.begin_epoch(int(draw.integers(self.num_batches)), self.parts)
         return iter(rows)
 
+    def begin_evaluation(self, number: int, num_shards: int) -> None:
+        """Does nothing: batches of held-out data have an order of their own."""
+
     def whole(self, number: int) -> Any:
         """The batch with this number, as a model takes it."""
         return self.standardized(self.source[number])

@@ -50,6 +50,7 @@ class Stream(Split):
         steps_per_call: Batches that Keras' train_function reads at once.
         parts: Of each batch that this rank trains.
         is_held_out: Whether these are validation data, of which each rank evaluates other batches.
+        is_cut: Whether these are the first batches of a longer dataset.
         is_endless: Whether all epochs are one iteration.
         is_shard: Whether these are batches of one rank alone, instead of all ranks' together.
         on_resume: What a resumed run has to read again.
@@ -62,7 +63,7 @@ class Stream(Split):
     """
 
     has_classes = False
-    is_held_out = is_shard = is_endless = False
+    is_held_out = is_shard = is_endless = is_cut = False
     why_rank_0 = why_whole = ""
     division: Division | RowsOfPyDataset | None = None
     steps_per_call = 1
@@ -146,7 +147,9 @@ class Stream(Split):
 
     def part(self, numbers: Sequence[int]) -> tf.data.Dataset:
         """The batches with these successive numbers."""
-        return self.dataset.skip(numbers[0] if len(numbers) else 0).take(len(numbers))
+        part = self.dataset.skip(numbers[0] if len(numbers) else 0).take(len(numbers))
+        # Of a dataset that it reads to a known end, Keras makes a second iterator, for which shuffles take an order.
+        return part.filter(lambda *batch: True) if self.is_cut else part
 
     def iterator(self, rows: tf.data.Dataset, epoch: int, first_step: int) -> Iterator[Any]:
         """Iterator over an epoch of this dataset's rows from a step on. Epochs must be asked for in order."""
@@ -158,12 +161,12 @@ class Stream(Split):
         else:
             if epoch < self._num_begun:  # once more, in place of an iterator that is not read
                 self._num_unread += 1
+            self._pass_over(epoch - self._num_begun, rows)  # first: a cache keeps the order of its first iteration
             num_unread = self._unread_per_epoch * epoch
             shuffled = self.division.rows if self.division else self.dataset
             for _ in range(num_unread - self._num_unread):
                 iter(shuffled)
             self._num_unread = max(num_unread, self._num_unread)
-            self._pass_over(epoch - self._num_begun, rows)
             self._num_begun = max(epoch + 1, self._num_begun)
         batches = iter(rows)
         for _ in range(skipped):
@@ -175,9 +178,10 @@ class Stream(Split):
     def begin_evaluation(self, number: int, num_shards: int) -> None:
         """Gives the shuffles their order in an evaluation, counted from 0, of which a rank reads so many shards."""
         missing = number * num_shards - self._num_begun
-        for _ in range(missing):
-            iter(self.dataset)  # Keras makes one that it does not read, too
         self._pass_over(missing, self.dataset)
+        if not self.is_cut and int(self.dataset.cardinality()) >= 0:
+            for _ in range(missing):
+                iter(self.dataset)  # Keras' second one, see `part`
         self._num_begun = max((number + 1) * num_shards, self._num_begun)
 
     def _pass_over(self, missing: int, rows: tf.data.Dataset) -> None:

@@ -108,7 +108,8 @@ def orders_of_all_epochs_follow_after_a_resume() -> None:
         "two": lambda: once().batch(4).unbatch().shuffle(16, seed=4).batch(8),
         "repeated": lambda: again().repeat(2).batch(16),
         "joined": lambda: rows.take(16).shuffle(16, seed=5).concatenate(rows.skip(16).shuffle(16, seed=6)).batch(8),
-        "cached": lambda: again().cache().shuffle(8, seed=7).batch(8),
+        "cached": lambda: again().cache().batch(8),
+        "cached and shuffled": lambda: again().cache().shuffle(8, seed=7).batch(8),
         "cut": lambda: again().repeat(2).take(40).batch(8),
         "files": lambda: (
             files.shuffle(4, seed=3).interleave(lambda n: rows.skip(8 * n).take(8)).shuffle(9, seed=8).batch(8)
@@ -133,13 +134,32 @@ def orders_of_all_epochs_follow_after_a_resume() -> None:
             history = ringtrain.fit(model, make(), name=name, callbacks=[_WarmUp(), *callbacks], options=config, **more)
             return model, history.history
 
-        whole, expected = fit(f"{name}-whole")
+        whole, expected = fit(f"orders-{name}-whole")
         with contextlib.suppress(Killed):
-            fit(name, KillAfter(10))
+            fit(f"orders-{name}", KillAfter(10))
             raise AssertionError("not killed")
-        resumed, history = fit(name)
+        resumed, history = fit(f"orders-{name}")
         assert distance(whole, resumed) == 0, (name, distance(whole, resumed))
         assert history == expected, name
+
+
+@only(np=2)
+def validation_of_the_first_batches_has_the_rows_of_keras() -> None:
+    """Each evaluation has its own order of the shuffles; batches of a PyDataset have one for all."""
+    rows = tf.data.Dataset.from_tensor_slices((X[:32], Y[:32]))
+    kinds: dict[str, Callable[[], Any]] = {
+        "shuffled": lambda: rows.shuffle(32, seed=1).batch(4),
+        "twice": lambda: rows.shuffle(8, seed=1).batch(4).unbatch().shuffle(9, seed=2).batch(4),
+        "repeated": lambda: rows.shuffle(32, seed=1).repeat(2).batch(4),
+        "py": _FromBegin,
+    }
+    for name, make in kinds.items():
+        ours, reference = compiled(dense()), compiled(dense())
+        given: dict[str, Any] = {"batch_size": 8, "epochs": 3, "shuffle": False, "validation_steps": 2, "verbose": 0}
+        history = ringtrain.fit(ours, X, Y, validation_data=make(), options=options(), **given)
+        expected = reference.fit(X, Y, validation_data=make(), **given)
+        if name != "py":
+            np.testing.assert_allclose(history.history["val_loss"], expected.history["val_loss"], rtol=1e-6)
 
 
 @only(np=2)
