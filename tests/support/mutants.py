@@ -189,8 +189,8 @@ MUTANTS = (
         for what, text in (
             ("its files", f"file.flush()\n{' ' * 16}os.fsync(file.fileno())"),
             ("its manifest", "os.fsync(text.fileno())"),
-            ("its folder", "_flush(unfinished)"),
-            ("the folder above it", "_flush(folder)"),
+            ("its folder", "durable.flush(unfinished)"),
+            ("the folder above it", "durable.flush(folder)"),
         )
     ),
     Mutant(
