@@ -592,6 +592,15 @@ def test_fit_skips_damaged_blocks_or_ends_in_one_line(tmp_path: Path) -> None:
     assert len(re.findall(line, ends[1].stderr, re.MULTILINE)) == 1, ends[1].stderr[-3000:]
 
 
+def test_values_of_an_arrow_file_keep_no_other_column_in_memory(tmp_path: Path) -> None:
+    """The cache of blocks counts the bytes of the values, which would be part of all columns."""
+    folder = write("arrow", tmp_path / "rows")
+    _, values = Records(folder, "x", "y")._first_block()
+    for array in values:
+        base = array if array.base is None else array.base
+        assert base.nbytes == array.nbytes
+
+
 def test_arrow_files_that_are_cut_or_have_dictionaries(tmp_path: Path, store: Any) -> None:
     pa = pytest.importorskip("pyarrow")
     folder = write("arrow", tmp_path / "rows")

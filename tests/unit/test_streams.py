@@ -271,6 +271,13 @@ def test_batches_of_a_py_dataset_depend_on_their_number_alone(workers: int) -> N
     assert np.random.get_state()[1].tolist() == state  # the script's own numbers go on as they were
 
 
+def test_steps_of_training_say_nothing_of_the_batches_of_validation() -> None:
+    rows, held_out = np.zeros(1000), np.zeros(5000)
+    given = data.FitArguments(x=rows, y=rows, steps_per_epoch=2, validation_data=(held_out, held_out))
+    sizes = data.with_batch_sizes(given)
+    assert (sizes.batch_size, sizes.validation_batch_size) == (500, 32)
+
+
 @pytest.mark.parametrize("make", [_generated, lambda: _ids().repeat()])
 def test_all_epochs_of_given_steps_are_one_iteration(make: Any) -> None:
     def steps(**begin: Any) -> list[Any]:
