@@ -70,6 +70,9 @@ class Stream(Split):
     parts = Parts(range(1), 1)
     kept: KeptBatches | None = None
     """where ranks change"""
+    _num_begun = _num_unread = 0
+    """iterations, and iterators of which nothing was read"""
+    _unread_per_epoch = 1  # as in Keras
 
     def __init__(
         self, kind: str, dataset: tf.data.Dataset, steps: int | None = None, epochs: int = 1, batch_size: int = 1
@@ -77,9 +80,6 @@ class Stream(Split):
         import tensorflow as tf
 
         self.kind, self.dataset, self.batch_size = kind, dataset, batch_size
-        self._num_begun, self._num_unread = 0, 0
-        """iterations, and iterators of which nothing was read"""
-        self._unread_per_epoch = 1  # as in Keras
         self._open: Iterator[Any] | None = None
         if any(spec.shape.rank is None for spec in tf.nest.flatten(dataset.element_spec)):
             raise DataError(
