@@ -16,7 +16,7 @@ from ringtrain.protocol import as_main
 from ringtrain.protocol.attempt import Attempt
 
 FAILURES_OF_A_HOST, RECENT = 2, 5  # a host with 2 of the job's last 5 failures is excluded
-EXCLUDED_FOR, TIMES = 4, 4  # until the job has failed 4 times elsewhere; 4 times as long if it then fails again
+EXCLUDED_FOR, TIMES = 4, 4  # until the job has failed 4 more times; 4 times as long if the host then fails again
 ANSWER_S = 20.0  # for a host to answer before the job restarts without it
 ASKED_TO_STOP = (129, 130, 138, 143)  # 128 + SIGHUP, SIGINT, SIGUSR1, SIGTERM: the job saved and exited
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0  # before a restart after no new steps; doubled for each such failure
@@ -91,7 +91,8 @@ class Restarts:
         """Seconds to wait before the next attempt. first_host: That of rank 0 in the last one, which writes the run."""
         delay_s = 0.0
         if self._in_vain:
-            delay_s = min(FIRST_DELAY_S * 2.0 ** min(self._in_vain - 1, 6), MAX_DELAY_S)
+            doublings = min(self._in_vain - 1, 6)  # more exceed MAX_DELAY_S, and thousands any number
+            delay_s = min(FIRST_DELAY_S * 2**doublings, MAX_DELAY_S)
         # Until a rank 0 that may still run can no longer write there.
         return max(delay_s, LEASE_S) if first_host in self.results[-1].not_cleaned_up else delay_s
 
@@ -177,7 +178,7 @@ def why_not(result: JobResult, before: Sequence[JobResult], options: LaunchOptio
 
 @functools.cache
 def takes_any_number(command: tuple[str, ...]) -> bool:
-    """Whether a job may continue with any number of ranks: a configured run has a batch size per rank."""
+    """Returns whether a job may continue with any number of ranks: a configured run has a batch size per rank."""
     # Another program may start a configured run.
     return as_main.is_python(command) and not any("ringtrain.train" in word for word in command)
 

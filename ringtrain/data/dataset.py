@@ -53,6 +53,9 @@ class Split:
         """Batches with these numbers, if samples are stored in batches."""
         return None
 
+    def begin_evaluation(self, number: int, num_shards: int) -> None:
+        """Prepares an evaluation, counted from 0, of which a rank reads so many shards. Rows have one order for all."""
+
     def checksum(self) -> int:
         """Checksum by which ranks compare their data; without one, the number of samples."""
         return len(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -10,10 +11,19 @@ UNFINISHED = ".unfinished"
 
 
 def flush(folder: Path) -> None:
-    """Flushes the entries of a folder to disk: those that are new, renamed or removed."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Flushes the entries of a folder to disk: those that are new, renamed or removed.
+
+    Does nothing for a folder that this user may not read, or whose file system flushes none. Raises OSError.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # files may be made in it all the same
+        return
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 

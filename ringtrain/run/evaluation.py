@@ -96,9 +96,8 @@ class Evaluation(keras.callbacks.Callback):
             return
         begin_s = time.perf_counter()
         self.evaluated_logs = None
-        if isinstance(self.test, data.Stream):
-            num_before = sum(map(self.run.validation.is_due, range(epoch)))
-            self.test.begin_evaluation(num_before, len(self.batches))
+        num_before = sum(map(self.run.validation.is_due, range(epoch)))
+        self.test.begin_evaluation(num_before, len(self.batches))
         parts = hvd.run_together(self._evaluate_shards, of_script=True)
         num_samples = sum(map(self.test.num_readable, self.shards))
         values = parts[0]
