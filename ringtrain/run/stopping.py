@@ -24,7 +24,7 @@ from ringtrain.derived import lower_is_better
 from ringtrain.errors import ConfigError, DataError, NonFiniteLoss
 from ringtrain.monitor.journal import Journal
 from ringtrain.optim import optimizers
-from ringtrain.run import resume
+from ringtrain.run import batch_hooks, resume
 from ringtrain.run.console import A_CALLBACK
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class StopTogether(keras.callbacks.Callback):
         self.run, config, steps_per_epoch = run, run.config, run.numbers.steps_per_epoch
         every_save = config.checkpoint.every_steps or steps_per_epoch
         self.every_steps = {config.health.agree_every_steps, every_save, steps_per_epoch}
-        self._agrees_each_step = any(map(_may_stop_within_epochs, run.users_callbacks))
+        self._agrees_each_step = any(map(batch_hooks.may_stop, run.users_callbacks))
         """whether a callback of this rank may ask for the end after any step; its ranks agree on that, too"""
         self._has_agreed = False
         self.save_is_due = False
@@ -189,17 +189,6 @@ class StopTogether(keras.callbacks.Callback):
             f"non-finite loss{where} at step {step} (epoch {epoch + 1}, batch {batch + 1}): lower the"
             f" learning rate or check this batch; the last checkpoint is older"
         )
-
-
-def _may_stop_within_epochs(callback: keras.callbacks.Callback) -> bool:
-    """Returns whether a callback runs code of a script at batches, which may set `stop_training`."""
-    for hook in ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"):
-        if hook in vars(callback):  # of a LambdaCallback
-            return True
-        definer = next(kind for kind in type(callback).__mro__ if hook in vars(kind))
-        if not definer.__module__.startswith(("keras.", "ringtrain.")):
-            return True
-    return False
 
 
 def _is_finite(logs: Mapping[str, Any]) -> bool:

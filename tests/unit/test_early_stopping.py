@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringtrain.run.stopping import _may_stop_within_epochs, lower_is_better, plateaus
+from ringtrain.run.stopping import lower_is_better, plateaus
 
 
 class Stopped:
@@ -43,10 +43,3 @@ def test_it_is_counted_anew_each_time(values, times):
 def test_the_direction_follows_from_the_name():
     assert all(map(lower_is_better, ("loss", "test_loss", "mean_squared_error")))
     assert not any(map(lower_is_better, ("accuracy", "test_top_5")))
-
-
-@pytest.mark.parametrize("hook", ["on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"])
-def test_a_callback_with_a_hook_at_batches_may_stop_there(hook: str) -> None:
-    own = type("Own", (keras.callbacks.Callback,), {hook: lambda self, batch, logs=None: None})
-    assert _may_stop_within_epochs(own())
-    assert not _may_stop_within_epochs(keras.callbacks.EarlyStopping())
