@@ -256,7 +256,8 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     # such as the reduction of its optimizer, is removed again, also after an error.
     source = script.ScriptSource(config, model, arguments)
     process = train.setup(config, source, None, journal.Stages())
-    with script_model.unchanged_afterwards(model), journaled(process):
+    may_be_compiled = not hvd.ranks_reduce() and not process.strategy.shares_state and not config.train.jit
+    with script_model.unchanged_afterwards(model, may_be_compiled=may_be_compiled), journaled(process):
         run, summary, exit_code = train.to_the_end(process)
     # A signal has ended all ranks after the same step; the script must not go on as if training were complete.
     end_by_signal(exit_code)

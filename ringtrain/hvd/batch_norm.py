@@ -21,7 +21,7 @@ from keras.src.random import seed_generator
 
 from ringtrain.errors import RingtrainError
 from ringtrain.hvd.backend import Sum, horovod
-from ringtrain.hvd.collectives import copies_of, elastic, num_copies, unique_in_graph
+from ringtrain.hvd.collectives import copies_of, num_copies, unique_in_graph
 from ringtrain.hvd.keras_patches import (
     layers_of,
     make_plain,
@@ -31,6 +31,7 @@ from ringtrain.hvd.keras_patches import (
     set_untracked,
 )
 from ringtrain.hvd.placement import CPU
+from ringtrain.hvd.process import elastic
 
 
 def average_moving_statistics(model: keras.Model, not_averaged: Sequence[str] = ()) -> None:

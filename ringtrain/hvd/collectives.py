@@ -24,7 +24,7 @@ from ringtrain.errors import LaunchError, OutOfSync, RingtrainError
 from ringtrain.hvd.backend import WITH_HOROVOD, Average, Compression, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.keras_patches import report_trained_alone, teach_keras
 from ringtrain.hvd.placement import CPU, check_local_placement
-from ringtrain.hvd.process import PROCESS, open_sockets
+from ringtrain.hvd.process import PROCESS, elastic, open_sockets
 from ringtrain.protocol.failures import report_init, report_process, report_uncaught
 from ringtrain.protocol.launchers import launched_local_size, names
 
@@ -395,11 +395,6 @@ def broadcast_variables(
     sends = send.get_concrete_function()  # TensorFlow warns of calls that trace, which this does once
     for variable, value in zip(variables, sends(), strict=True):
         variable.assign(value)
-
-
-def elastic() -> bool:
-    # The size of an elastic run changes, but its graph is traced once.
-    return os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")
 
 
 def unique_in_graph(name: str) -> str:

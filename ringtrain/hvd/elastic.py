@@ -25,10 +25,10 @@ from ringtrain.hvd.backend import (
     notification_manager,
 )
 from ringtrain.hvd.batch_norm import is_shared, seeds
-from ringtrain.hvd.collectives import allgather_object, broadcast_object, broadcast_variables, elastic, init, shutdown
+from ringtrain.hvd.collectives import allgather_object, broadcast_object, broadcast_variables, init, shutdown
 from ringtrain.hvd.keras_patches import compiled_optimizer, has_weights, innermost, optimizers_of
 from ringtrain.hvd.placement import CPU
-from ringtrain.hvd.process import PROCESS
+from ringtrain.hvd.process import PROCESS, elastic
 from ringtrain.hvd.sync import broadcast_model
 from ringtrain.protocol import plain_pickle
 

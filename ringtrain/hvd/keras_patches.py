@@ -1,7 +1,7 @@
 """Private API of Keras: patches of five functions for distributed optimizers, `jit_gradients`, and queries.
 
 Keras has no hooks in these places. Its functions are therefore replaced once per process. The replacements behave the
-same unless the optimizer is distributed or, for the choice of XLA, Horovod is initialized.
+same unless the optimizer is distributed or, for the choice of XLA, there are several ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from keras.src.trainers import trainer
 
 from ringtrain.errors import RingtrainError
 from ringtrain.hvd.backend import horovod
-from ringtrain.hvd.process import PROCESS
+from ringtrain.hvd.process import PROCESS, elastic
 from ringtrain.hvd.train_step import has_layer, is_own, wrap
 from ringtrain.protocol.failures import REDUCING, ended_well, report_weights
 
@@ -37,12 +37,18 @@ def teach_keras() -> None:
         keras.optimizers.Optimizer.apply = _noted(keras.optimizers.Optimizer.apply)
 
 
+def ranks_reduce() -> bool:
+    """Returns whether gradients are reduced over several ranks in this process, or may be later."""
+    return horovod.is_initialized() and (horovod.size() > 1 or elastic())
+
+
 def _reducing_without_jit(model_supports_jit: Any) -> Any:
     """Turns off XLA, which has no kernel for Horovod's allreduce; Keras warns about `compile(jit_compile=True)`."""
 
     def supports_jit(model: Any) -> bool:
         optimizers = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
-        return not any(map(distributed, optimizers)) and model_supports_jit(model)
+        reduces = ranks_reduce() and any(map(distributed, optimizers))
+        return not reduces and model_supports_jit(model)
 
     supports_jit.before_ringtrain = model_supports_jit  # type: ignore[attr-defined]
     return supports_jit
@@ -52,7 +58,7 @@ def _no_jit_by_itself(resolve_auto: Any) -> Any:
     """Turns off automatic XLA: on GPUs `compile` enables it, not knowing whether a train_step reduces gradients."""
 
     def without_jit(self: Any) -> bool:
-        return not horovod.is_initialized() and bool(resolve_auto(self))
+        return not ranks_reduce() and bool(resolve_auto(self))
 
     without_jit.before_ringtrain = resolve_auto  # type: ignore[attr-defined]
     return without_jit

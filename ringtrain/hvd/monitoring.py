@@ -25,7 +25,7 @@ from ringtrain.config import HealthConfig
 from ringtrain.errors import RingtrainError
 from ringtrain.hvd import collectives
 from ringtrain.hvd.backend import WITH_HOROVOD, ProcessSet, global_process_set, horovod
-from ringtrain.hvd.process import PROCESS
+from ringtrain.hvd.process import PROCESS, elastic
 from ringtrain.hvd.step_timing import PLACE
 from ringtrain.monitor.diagnosis import ScriptStalls
 from ringtrain.monitor.heartbeat import Monitor
@@ -95,7 +95,7 @@ def begin() -> MainThread | None:
     Returns:
         The activity that it reports. None with one rank, if elastic, without Horovod, and in a run, which has its own.
     """
-    if not WITH_HOROVOD or collectives.elastic() or horovod.size() == 1:
+    if not WITH_HOROVOD or elastic() or horovod.size() == 1:
         return None
     if PROCESS.monitor is None:
         rank, size = horovod.rank(), horovod.size()

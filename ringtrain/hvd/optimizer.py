@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ringtrain.hvd.averaging import refuse_bypassing
 from ringtrain.hvd.backend import Adasum, Average, ProcessSet, global_process_set, horovod
-from ringtrain.hvd.collectives import elastic, layer_variables, refuse_xla, tensor_of, unique_in_graph
+from ringtrain.hvd.collectives import layer_variables, refuse_xla, tensor_of, unique_in_graph
 from ringtrain.hvd.compression import Compression
 from ringtrain.hvd.distributed import distribute
 from ringtrain.hvd.keras_patches import (
@@ -27,7 +27,7 @@ from ringtrain.hvd.keras_patches import (
     set_untracked,
     teach_keras,
 )
-from ringtrain.hvd.process import PROCESS
+from ringtrain.hvd.process import PROCESS, elastic
 from ringtrain.hvd.reducer import name_of
 from ringtrain.hvd.reducers.local_steps import LocalSteps, LocalUpdates, refuse_local
 from ringtrain.hvd.reducers.sharded import Sharded, refuse_sharding

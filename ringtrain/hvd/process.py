@@ -91,6 +91,11 @@ def open_sockets() -> set[tuple[int, str]]:
 PROCESS = ProcessState()
 
 
+def elastic() -> bool:
+    """Returns whether ranks join and leave: the size changes then, but a graph is traced once."""
+    return os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")
+
+
 @atexit.register
 def _report_no_init() -> None:
     if not PROCESS.has_started:

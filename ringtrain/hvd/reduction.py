@@ -11,8 +11,9 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from ringtrain.hvd.backend import Adasum, Average, Compression, Min, ProcessSet, Sum, horovod
-from ringtrain.hvd.collectives import elastic, refuse_xla, tensor_of, unique_in_graph
+from ringtrain.hvd.collectives import refuse_xla, tensor_of, unique_in_graph
 from ringtrain.hvd.placement import CPU
+from ringtrain.hvd.process import elastic
 from ringtrain.hvd.reducer import Compressor, Reducer, name_of
 from ringtrain.hvd.step_timing import PLACE
 

@@ -16,7 +16,7 @@ from ringtrain.config import Config, changed_options
 from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.hvd import train_step
 from ringtrain.hvd.distributed import undistribute
-from ringtrain.hvd.keras_patches import distributed, innermost, layers_of, set_untracked
+from ringtrain.hvd.keras_patches import distributed, innermost, set_untracked
 from ringtrain.optim import divided, metric_states
 from ringtrain.optim.uneven import NO_XLA
 from ringtrain.run import devices
@@ -116,30 +116,52 @@ def _builds_by_call(model: keras.Model, batch: Any) -> bool:
 
 
 def compile_by_xla(process: Process, model: keras.Model, train: data.NumberedRows | data.Stream) -> dict[str, str]:
-    """Compiles the gradients with XLA, if the option asks for it; returns a row of the plan.
+    """Compiles the gradients with XLA, if the option or the script asks for it; returns a row of the plan.
 
     Last, as tracing for the comparisons before replaces parts of the step.
     """
-    if not process.config.train.jit:
-        is_asked = model._compile_config is not None and model._compile_config.config.get("jit_compile") is True
-        if is_asked:
-            return {"xla": "off: it has no kernel for the allreduce; options train.jit, optimizer.jit"}
+    is_option = process.config.train.jit
+    if not is_option and model.jit_compile:
+        return {"xla": "whole steps are compiled"}
+    is_asked = model._compile_config is not None and model._compile_config.config.get("jit_compile") is True
+    if not is_option and not is_asked:
         return {}
+    # An option that has no effect is an error. What a script says to Keras is a wish.
+    try:
+        _compile_gradients(process, model, train)
+    except RingtrainError as error:
+        problem = str(error).removeprefix("jit: ")
+        if is_option:
+            raise ConfigError(f"train.jit: {problem}") from error
+        return {"xla": f"off: {problem.removesuffix(': leave it out')}"}
+    return {"xla": "forward and backward pass are compiled; results differ in the last bits"}
+
+
+def _compile_gradients(process: Process, model: keras.Model, train: data.NumberedRows | data.Stream) -> None:
+    """Compiles forward and backward pass; raises RingtrainError if they cannot be."""
+    if process.strategy.shares_state:
+        raise RingtrainError("virtual ranks and elastic jobs divide the step otherwise: leave it out")
     if isinstance(train, data.Stream):
         batch = train.dataset.element_spec
     else:
         batch = train.rows(0, 1)
-    layers = layers_of(model)
-    is_masked = any(isinstance(one, keras.layers.Masking) or getattr(one, "mask_zero", False) for one in layers)
-    if process.strategy.shares_state:
-        raise ConfigError("train.jit: elastic jobs divide the step otherwise: leave it out")
-    if is_masked or keras.utils.unpack_x_y_sample_weight(batch)[2] is not None:
-        raise ConfigError(f"train.jit: {NO_XLA}")
-    try:
-        hvd.jit_gradients(model)
-    except RingtrainError as error:
-        raise ConfigError(f"train.jit: {str(error).removeprefix('jit: ')}") from error
-    return {"xla": "forward and backward pass are compiled; results differ in the last bits"}
+    x, _, weights = keras.utils.unpack_x_y_sample_weight(batch)
+    if weights is not None or (not train_step.is_own(model) and _counts_unequally(model, x)):
+        raise RingtrainError(NO_XLA)
+    hvd.jit_gradients(model)
+
+
+def _counts_unequally(model: keras.Model, x: Any) -> bool:
+    """Returns whether outputs of a model have masks, or axes whose length differs from batch to batch."""
+    outputs: list[Any] = []
+
+    def forward(x: Any) -> None:
+        options = {"training": True} if model._call_has_training_arg else {}
+        for output in keras.tree.flatten(model(x, **options)):
+            outputs.append(getattr(output, "_keras_mask", None) is not None or None in output.shape[1:])
+
+    tf.function(forward, autograph=False).get_concrete_function(x)
+    return any(outputs)
 
 
 def distribute(process: Process, optimizers: Sequence[Any], door: str) -> None:
@@ -179,10 +201,12 @@ def _unite_slots(model: keras.Model) -> None:
 
 
 @contextlib.contextmanager
-def unchanged_afterwards(model: keras.Model, seeds_ranks: bool = True) -> Iterator[None]:
+def unchanged_afterwards(model: keras.Model, seeds_ranks: bool = True, may_be_compiled: bool = False) -> Iterator[None]:
     """Context after which model, optimizers and layers are as before it, but for what is trained; see docs/fit.md.
 
-    seeds_ranks: The run gives each rank other random numbers; afterwards they are equal again.
+    Args:
+        seeds_ranks: The run gives each rank other random numbers; afterwards they are equal again.
+        may_be_compiled: Whether XLA may compile whole steps, if the script asks for it, as nothing is reduced.
     """
     seeds_ranks = seeds_ranks and hvd.size() > 1
     optimizers = hvd.optimizers_of(model)
@@ -191,7 +215,8 @@ def unchanged_afterwards(model: keras.Model, seeds_ranks: bool = True) -> Iterat
     applies = [vars(optimizer).get("apply") for optimizer in optimizers]
     if model.jit_compile:
         model.make_test_function()  # which XLA compiles, as it reduces nothing
-    jit_compile, model.jit_compile = model.jit_compile, False  # XLA has no kernel for Horovod's allreduce
+    jit_compile = model.jit_compile
+    model.jit_compile = jit_compile and may_be_compiled  # XLA has no kernel for Horovod's allreduce
     seed = context.global_seed()
     numbers = [state.numpy() for state in hvd.global_seed(create=seeds_ranks)]
     try:

@@ -395,7 +395,7 @@ def several_steps_per_call() -> None:
 
 @only(np=3)
 def compiled_by_xla() -> None:
-    """Unequal parts. `compile(jit_compile=True)` alone changes nothing; what XLA cannot do is named."""
+    """Unequal parts, by the option or as compiled; what XLA cannot do is named, or trained without it."""
 
     class Noting(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -408,13 +408,23 @@ def compiled_by_xla() -> None:
     compiles: set[bool] = set()
     note = {"callbacks": [Noting()]}
     xla = options(train=TrainConfig(jit=True))
-    equals_one_process(make, X, Y, "xla", options=xla, **note)
+    equals_one_process(lambda: compiled(dense()), X, Y, "xla", options=xla, **note)
+    equals_one_process(make, X, Y, "xla_as_compiled", **note)
     assert compiles == {True}
     compiles.clear()
     equals_one_process(make, X, Y, "no-xla", sample_weight=WEIGHTS, **note)
     assert compiles == {False}
 
     # A loss whose divisor follows from all ranks' weights is summed over them.
+
+    def masked() -> keras.Model:
+        keras.utils.set_random_seed(3)
+        embedding = layers.Embedding(20, 4, mask_zero=True)
+        return compiled(keras.Sequential([keras.Input((None,)), embedding, layers.Dense(1)]), jit_compile=True)
+
+    equals_one_process(masked, TEXTS, TEXTS[..., None] / 20, "no-xla-masked", **note)
+    assert compiles == {False}
+
     own = compiled(dense())
     own.train_step = functools.partial(keras.Model.train_step, own)
     for model, weights, problem in (

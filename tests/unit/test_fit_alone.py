@@ -321,6 +321,16 @@ def test_the_model_is_keras_again(tmp_path: Path) -> None:
     assert type(keras.models.load_model(tmp_path / "saved.keras").optimizer) is keras.optimizers.Adam
 
 
+def test_one_process_compiles_whole_steps_by_xla(tmp_path: Path) -> None:
+    """As Keras does, bit for bit; else other bits would show that one of them was not compiled."""
+    ours, reference, plain = _model(jit_compile=True), _model(jit_compile=True), _model()
+    history = _fit(ours, tmp_path, shuffle=False).history
+    for model in reference, plain:
+        expected = model.fit(X, Y, batch_size=32, epochs=4, shuffle=False, validation_data=(X[:40], Y[:40]), verbose=0)
+        is_same = all(map(np.array_equal, ours.get_weights(), model.get_weights()))
+        assert is_same == (history == expected.history) == (model is reference)
+
+
 def test_validation_by_whole_batches(tmp_path: Path) -> None:
     """A metric that is a function of a batch is that of Keras, also with steps and another batch size."""
 

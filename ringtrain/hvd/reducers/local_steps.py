@@ -15,9 +15,9 @@ import keras
 import tensorflow as tf
 
 from ringtrain.hvd.backend import Average
-from ringtrain.hvd.collectives import elastic
 from ringtrain.hvd.distributed import Distributed
 from ringtrain.hvd.keras_patches import innermost, optimizers_of
+from ringtrain.hvd.process import elastic
 from ringtrain.hvd.reduction import scaled
 from ringtrain.hvd.step_timing import PLACE, during
 

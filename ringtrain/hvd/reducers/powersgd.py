@@ -21,7 +21,8 @@ import tensorflow as tf
 
 from ringtrain.compressions import low_rank
 from ringtrain.hvd.backend import Average
-from ringtrain.hvd.collectives import elastic, tensor_of
+from ringtrain.hvd.collectives import tensor_of
+from ringtrain.hvd.process import elastic
 from ringtrain.hvd.reducer import Compressor, Reducer
 from ringtrain.hvd.reduction import Reduction, require_one_vector
 

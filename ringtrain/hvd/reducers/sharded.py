@@ -18,9 +18,10 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from ringtrain.hvd.backend import horovod
-from ringtrain.hvd.collectives import elastic, gather_bytes, part_of, scatter_bytes
+from ringtrain.hvd.collectives import gather_bytes, part_of, scatter_bytes
 from ringtrain.hvd.distributed import Distributed, refuse_overwritten
 from ringtrain.hvd.keras_patches import innermost
+from ringtrain.hvd.process import elastic
 from ringtrain.hvd.reducer import Compressor, name_of
 from ringtrain.hvd.step_timing import PLACE
 
