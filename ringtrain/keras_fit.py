@@ -86,7 +86,7 @@ def fit(
             a `keras.utils.PyDataset`, or a generator. Or x is a function (rank, number of ranks) that returns such
             batches for this rank alone; a step is then one batch of each rank, all with the same number of rows.
             `ringtrain.from_rank_0(batches)` gives all ranks those that rank 0 reads.
-        name: Folder of the run in `runs`. It stands for one training: other data, another loss, metrics or optimizer
+        name: Folder of the run in `runs`. It stands for one training: other data, layers, loss, metrics or optimizer
             are refused. "": its time, so that nothing is resumed.
         batch_size: Rows of a step on all ranks. None: 32. With `batch_per_rank`: on each rank.
         epochs: Passes over the data, including those before a resume and `initial_epoch`.

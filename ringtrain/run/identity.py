@@ -1,4 +1,4 @@
-"""Loss, metrics and optimizer of a compiled model in words, by which the runs of one name are compared."""
+"""Layers, loss, metrics and optimizer of a model in words, by which the runs of one name are compared."""
 
 from __future__ import annotations
 
@@ -19,11 +19,48 @@ OF_LOSSES = ("loss", "loss_weights")
 OF_METRICS = ("metrics", "weighted_metrics")
 NO_SETTINGS = ("name", "dtype", "fn")
 """Keys of a configuration that are counted in a process, follow from the data, or are part of the name."""
+NO_SETTINGS_OF_LAYERS = (
+    *NO_SETTINGS,
+    "seed",
+    "trainable",  # as the weights show, which are compared by themselves
+    "synchronized",  # an option of the run
+    "module",
+    "registered_name",
+    "build_config",
+)
+"""The same of a layer."""
+WITHOUT_SETTINGS = ("InputLayer", "Lambda")
+"""Layers whose configuration is a shape, or code with the path of its file."""
 
 
 def of_script(model: keras.Model) -> dict[str, str]:
-    """Loss, metrics and optimizers of a script's model, which all runs of one name have in common."""
-    return {**of_compiled(model), **of_optimizers(used_optimizers(model))}
+    """Layers, loss, metrics and optimizers of a script's model, which all runs of one name have in common."""
+    return {**of_layers(model), **of_compiled(model), **of_optimizers(used_optimizers(model))}
+
+
+def of_layers(model: keras.Model) -> dict[str, str]:
+    """Settings of Keras' own layers, such as an activation or a regularizer, which shapes of weights do not show."""
+    from ringtrain.hvd.keras_patches import layers_of
+
+    described: dict[str, str] = {}
+    for layer in layers_of(model):
+        if not type(layer).__module__.startswith("keras.src.layers.") or type(layer).__name__ in WITHOUT_SETTINGS:
+            continue
+        # What a layer has learned of its data before training may be long, as a vocabulary is.
+        if ".preprocessing." not in type(layer).__module__:
+            words = _named(type(layer).__name__, _of_layer(_settings(layer)))
+            described[f"layer {len(described) + 1}"] = words
+    return {"number of layers": str(len(described)), **described}
+
+
+def _of_layer(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Configuration of a layer without what does not change its result, also inside of other layers and functions."""
+    settings = {}
+    for name, value in config.items():
+        if name in NO_SETTINGS_OF_LAYERS or name.endswith("_initializer") or value is None:
+            continue
+        settings[name] = _of_layer(value) if isinstance(value, Mapping) else value
+    return settings
 
 
 def used_optimizers(model: keras.Model) -> list[Any]:

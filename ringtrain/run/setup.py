@@ -92,7 +92,7 @@ def add_model(process: Process, job: Job, named: Named) -> None:
     if job.prepare:  # data without classes build the model by a batch of theirs
         job.prepare(job.model)
     # What its function has compiled is part of the job: ranks, and all runs of one name, have it in common.
-    compiled = identity.of_compiled(job.model)  # by its own function, perhaps
+    compiled = {**identity.of_layers(job.model), **identity.of_compiled(job.model)}  # by its own function, perhaps
     job.checksums, job.of_name = {**job.checksums, **compiled}, {*job.of_name, *compiled}
     has_classes = job.data_set.train.has_classes
     steps, per_call = job.numbers.steps_per_epoch, job.model.steps_per_execution

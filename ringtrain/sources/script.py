@@ -182,6 +182,8 @@ def _checksums(process: Process, model: keras.Model, data_set: data.DataSet) -> 
 
     # Losses, metrics and optimizers; of an endless stream the length of a call, as an epoch's last one is whole, too.
     compiled = identity.of_script(model)
+    if isinstance(train, data.NumberedRows):
+        compiled["shuffle"] = str(train.shuffle)
     if isinstance(train, data.Stream) and train.is_endless:
         compiled["steps_per_execution"] = str(model.steps_per_execution)
     if isinstance(train, data.Stream) and not train.is_shard:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import warnings
 import zipfile
 from pathlib import Path
@@ -196,6 +197,34 @@ def test_what_a_name_stands_for_is_refused_if_it_differs_and_continued_by_its_pa
                 _fit(_model(), tmp_path, name="folds", batch_size=None, epochs=1, **folds)
         else:
             _fit(_model(), tmp_path, name="folds", batch_size=None, epochs=1, **folds)
+
+
+def test_a_name_stands_for_layers_and_order_whose_weights_have_the_same_shapes(tmp_path: Path) -> None:
+    dense, dropout = keras.layers.Dense, keras.layers.Dropout
+
+    def trained(*layers: keras.layers.Layer, **more: Any) -> None:
+        model = keras.Sequential([keras.Input((6,)), *layers, dense(3, name="last")])
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+        _fit(model, tmp_path, name="one", **more)
+
+    trained(dense(8, "relu", name="first"), dropout(0.2), epochs=1)
+    regularized = dense(8, "relu", kernel_regularizer=keras.regularizers.L2(0.1))
+    for words, *layers in (
+        (
+            "Dense(activation=relu, units=8, use_bias=True), this run has Dense(activation=gelu",
+            dense(8, "gelu"),
+            dropout(0.2),
+        ),
+        ("layer 2 Dropout(rate=0.2), this run has Dropout(rate=0.5)", dense(8, "relu"), dropout(0.5)),
+        ("kernel_regularizer=L2(l2=0.1)", regularized, dropout(0.2)),
+        ("number of layers 3, this run has 2", dense(8, "relu")),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            trained(*layers, epochs=2)
+    with pytest.raises(ConfigError, match="shuffle True, this run has False"):
+        trained(dense(8, "relu"), dropout(0.2), epochs=2, shuffle=False)
+    other_names = dense(8, "relu", name="other", kernel_initializer="zeros")
+    trained(other_names, dropout(0.2, seed=3), epochs=2)
 
 
 def test_arrays_in_a_dataset_count_in_any_order_and_without_being_read() -> None:
