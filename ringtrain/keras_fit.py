@@ -227,6 +227,12 @@ def start(options: Config | Mapping[str, Any] | None = None, num_devices: int = 
 
 def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArguments) -> keras.callbacks.History:
     """Trains a compiled model on this rank together with the others."""
+    strategy = model._distribute_strategy
+    if strategy is not None:
+        raise ConfigError(
+            f"ringtrain.fit: the model was made in the scope of a {type(strategy).__name__}, which distributes steps by"
+            " itself: leave the scope out; each rank has a device of its own"
+        )
     arguments = data.with_batch_sizes(arguments)
     # A command such as ringtrain prove starts the script as it is, and wants a few steps of it.
     from_command = ForScript.from_environment()

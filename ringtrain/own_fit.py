@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from ringtrain.data import FitArguments
@@ -45,9 +45,11 @@ def through(model: keras.Model, arguments: FitArguments, train: Callable[[FitArg
         return trained[0]
 
     passed = {one: value for one, value in vars(arguments).items() if one not in OF_RINGTRAIN}
+    passed = {one: value for one, value in passed.items() if not _is_default(one, value)}
+    _require_parameters(own, passed, name)
     keras.Model.fit = fit
     try:
-        own(model, **{one: value for one, value in passed.items() if not _is_default(one, value)})
+        own(model, **passed)
     finally:
         if is_inherited:
             del keras.Model.fit
@@ -56,6 +58,19 @@ def through(model: keras.Model, arguments: FitArguments, train: Callable[[FitArg
     if not trained:
         raise ConfigError(f"ringtrain.fit: the fit of {name} has not called super().fit")
     return trained[0]
+
+
+def _require_parameters(own: Callable[..., Any], passed: Collection[str], name: str) -> None:
+    """Raises ConfigError if a model's `fit` does not have the parameters of Keras' that a script has given."""
+    parameters = inspect.signature(own).parameters
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        return
+    unknown = sorted(set(passed) - set(parameters))
+    if unknown:
+        raise ConfigError(
+            f"ringtrain.fit: {name} has a fit of its own without {', '.join(unknown)}: give it the parameters of"
+            f" keras.Model.fit, or, if it needs nothing of its own, set {name}.fit = keras.Model.fit"
+        )
 
 
 def _is_default(name: str, value: Any) -> bool:

@@ -21,6 +21,7 @@ from ringtrain.hvd import train_step
 from ringtrain.hvd.collectives import unique_in_graph
 from ringtrain.hvd.keras_patches import compiled_losses, set_untracked
 from ringtrain.hvd.placement import CPU
+from ringtrain.optim import metric_states
 
 NO_XLA = "a loss with masks, sample or class weights needs an allreduce, for which XLA has no kernel: leave it out"
 
@@ -29,7 +30,8 @@ class LossWeights:
     """Losses and metrics of a compiled and built model, in a step with a part of a batch.
 
     Between `replace` and `restore`, those within `in_step` count as they do in the whole batch. Losses that are no
-    mean or sum over rows, or that a model's own `train_step` computes by itself, stay those of each part.
+    mean or sum over rows, or that a model's own `train_step` computes by itself, stay those of each part. A number of
+    a part that such a step adds to a `keras.metrics.Mean` counts as the mean over its rows.
 
     Args:
         num_parts: Returns the number of parts of a batch.
@@ -48,6 +50,8 @@ class LossWeights:
         self._share: Any = None
         self._losses: list[Any] | None = None
         self._weighed: list[Any] = []
+        self._updated: list[Any] = []
+        """metrics whose updates are replaced"""
         self._in_step = False
         self._is_per_row = False
         """whether the sum of all losses has a value per row, since one of them has no reduction"""
@@ -67,20 +71,24 @@ class LossWeights:
         self._is_per_row = "none" in reductions or None in reductions
         if compiled and self._losses:
             compiled._flat_losses[:] = [entry._replace(loss=self._weighted(entry.loss)) for entry in self._losses]
-            self._replace_update(model._loss_tracker, self._of_values)
             for metric in compiled.metrics:
                 self._replace_update(metric, self._of_output)
+        if self.is_divided:
+            self._replace_update(model._loss_tracker, self._of_values)
+            for metric in metric_states.metrics_of(model):
+                if type(metric) is keras.metrics.Mean:
+                    self._replace_update(metric, self._of_number)
 
     def restore(self) -> None:
         """Undoes `replace`, if it was called."""
-        model, compiled = self.model, self.model._compile_loss
+        compiled = self.model._compile_loss
         for optimizer in self._weighed:
             hvd.weigh_gradients(optimizer, None)
         if self._losses:
             compiled._flat_losses[:] = self._losses
-            for metric in (model._loss_tracker, *compiled.metrics):
-                vars(metric).pop("update_state", None)
-        self._losses, self._weighed = None, []
+        for metric in self._updated:
+            vars(metric).pop("update_state", None)
+        self._losses, self._weighed, self._updated = None, [], []
 
     @contextlib.contextmanager
     def in_step(self, share: Any) -> Iterator[None]:
@@ -106,6 +114,7 @@ class LossWeights:
             return update_state(values, sample_weight=sample_weight)
 
         set_untracked(metric, update_state=update)
+        self._updated.append(metric)
 
     def _of_output(self, loss: Any, weight: Any) -> tuple[Any, Any]:
         """Loss of one output, in whose mean each batch counts 1; without a reduction, each of its rows does."""
@@ -117,9 +126,17 @@ class LossWeights:
 
     def _of_values(self, loss: Any, num_rows: Any) -> tuple[Any, Any]:
         """Loss of a step. Without a reduction it has a value per row, of which Keras tracks the mean."""
+        if num_rows is None:  # of a step of the model's own, in whose mean each batch counts 1
+            return self._of_output(tf.convert_to_tensor(loss), None)
         if loss.shape.rank:
             loss = loss * tf.cast(self._share / self._num_parts, loss.dtype)
         return loss, num_rows
+
+    def _of_number(self, values: Any, weight: Any) -> tuple[Any, Any]:
+        """A number of a part, in whose mean each batch counts 1; values of rows, each of which does, as they are."""
+        if weight is None and not tf.convert_to_tensor(values).shape.rank:
+            weight = self._share / self._num_parts
+        return values, weight
 
     @property
     def _num_parts(self) -> Any:

@@ -160,26 +160,30 @@ class Evaluation(keras.callbacks.Callback):
         # Where ranks share seeds, layers that are random here, too, must leave them as they were.
         seeds = hvd.seeds(self.model) if hvd.is_shared(self.model) else []
         kept, parts = [keras.ops.convert_to_numpy(seed) for seed in seeds], []
+        # One evaluation for the script's callbacks, also on a rank without a batch: they may change what ranks share.
+        callbacks = CallbacksOfShards([*self.run.users_callbacks])  # parameters would replace those of training
+        callbacks.begin()
         try:
             for number, shard, batches in zip(self.own, self.shards, self.batches, strict=True):
                 for seed, value in zip(seeds, kept, strict=True):
                     seed.assign(value + seed_of(number))
                 self.take_own(number)
-                parts.append(self._evaluated(shard, batches))
+                parts.append(self._evaluated(shard, batches, callbacks))
         finally:
             for seed, value in zip(seeds, kept, strict=True):
                 seed.assign(value)
+        callbacks.end(results_of_metrics(self.model))
         self.run.data_set.raise_unreadable()
         return parts
 
-    def _evaluated(self, shard: range, batches: Any) -> list[NDArray[Any]]:
+    def _evaluated(self, shard: range, batches: Any, callbacks: CallbacksOfShards) -> list[NDArray[Any]]:
         """State of the metrics after a shard of the test samples."""
         if self.test.num_readable(shard):
-            # With parameters, this list would replace those of training.
-            callbacks = CallbacksOfRank([*self.run.users_callbacks])
+            calls_before = callbacks.num_calls
             logs = evaluated(self.model, batches, callbacks)
             metric_of = metrics_behind(logs, results_of_metrics(self.model))
-            if callbacks.num_calls:  # else all of its samples are unreadable
+            if callbacks.num_calls > calls_before:  # else all of its samples are unreadable
+                callbacks.logs = logs
                 self.evaluated_logs = {name: (metric_of.get(name, ""), value) for name, value in logs.items()}
         else:
             self.model.reset_metrics()
@@ -203,6 +207,29 @@ class CallbacksOfRank(keras.callbacks.CallbackList):
     def _count(self) -> None:
         self.num_calls += 1
         hvd.step_timing.PLACE.advance()
+
+
+class CallbacksOfShards(CallbacksOfRank):
+    """Callbacks that are told once of a rank's evaluation, which is made in as many parts as it has shards.
+
+    Attributes:
+        logs: Keras' of the last shard with a batch.
+    """
+
+    logs: Mapping[str, Any] | None = None
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Does nothing: Keras calls it for each shard."""
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Does nothing, for the same reason."""
+
+    def begin(self) -> None:
+        super().on_test_begin()
+
+    def end(self, results: Mapping[str, Any]) -> None:
+        """Tells of the end; without a batch, with the results of metrics."""
+        super().on_test_end(results if self.logs is None else self.logs)
 
 
 class CallbacksOfAll(CallbacksOfRank):

@@ -72,7 +72,7 @@ class Saver(keras.callbacks.Callback):
         self.is_closed = run.start.ending.is_closed
         self._failed_step = -2
         self.saves: dict[str, Any] = {"count": 0, "stall_s": 0.0, "longest_stall_s": 0.0, "write_s": 0.0, "failed": []}
-        self._floating = [weight for weight in run.model.weights if keras.backend.is_float_dtype(weight.dtype)]
+        self._floating = [weight for weight in run.model.weights if _should_be_finite(weight)]
         self._sum_of_weights = tf.function(self._sum, autograph=False).get_concrete_function()
         # Not a new thread for each save: it would run first, and the training thread would wait for it.
         self._writer = ThreadPoolExecutor(1, "ringtrain-saver")
@@ -187,7 +187,7 @@ class Saver(keras.callbacks.Callback):
         return states
 
     def _sum(self) -> tf.Tensor:
-        """Sum of all floating-point weights, of which a model may have none."""
+        """Sum of all weights that should be finite, of which a model may have none."""
         return tf.add_n(
             [tf.cast(tf.reduce_sum(weight.value), tf.float32) for weight in self._floating] or [tf.constant(0.0)]
         )
@@ -242,3 +242,10 @@ class Saver(keras.callbacks.Callback):
             if mirror:
                 mirror.add(self.folder.parent)
         self.saves["write_s"] += time.perf_counter() - begin_s
+
+
+def _should_be_finite(weight: Any) -> bool:
+    """Returns whether a weight holds numbers that training should keep finite: not one that begins with infinity."""
+    if not keras.backend.is_float_dtype(weight.dtype):
+        return False
+    return weight.trainable or bool(tf.reduce_all(tf.math.is_finite(weight.value)))  # a running minimum, a mask

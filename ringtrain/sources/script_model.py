@@ -23,6 +23,7 @@ from ringtrain.run import devices
 from ringtrain.run.context import Process
 from ringtrain.sources.unlike import unlike_one_process
 from ringtrain.strategies.ring import OF_OPTIMIZER, Ring
+from ringtrain.strategies.rows import explain_shapes
 
 
 def build_for_ranks(process: Process, model: keras.Model, train: Any, batch_size: int) -> list[str]:
@@ -106,13 +107,31 @@ def _trace(model: keras.Model, batch: Any) -> None:
 
 def _builds_by_call(model: keras.Model, batch: Any) -> bool:
     """Builds model, metrics and optimizer as Keras does; False: it fails, and a `train_step` may do it instead."""
+    leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
     try:
-        model._symbolic_build(data_batch=batch)
-    except Exception:
+        if model.run_eagerly and not any(isinstance(leaf, tf.TypeSpec) for leaf in leaves):
+            _build_eagerly(model, batch)
+        model._symbolic_build(data_batch=batch)  # what is left: perhaps the optimizer
+    except Exception as error:
         if not train_step.is_own(model):
+            explain_shapes(model, error)
             raise
         return False
     return True
+
+
+def _build_eagerly(model: keras.Model, batch: Any) -> None:
+    """Builds model, metrics and loss with rows: code that is compiled with `run_eagerly` may need their values."""
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(keras.tree.map_structure(_tensor, batch))
+    options = {"training": False} if model._call_has_training_arg else {}
+    outputs = model(x, **options)
+    model.compute_metrics(x, y, outputs, sample_weight=weights)
+    model.reset_metrics()
+    model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weights, training=False)
+
+
+def _tensor(leaf: Any) -> Any:
+    return tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def compile_by_xla(process: Process, model: keras.Model, train: data.NumberedRows | data.Stream) -> dict[str, str]:

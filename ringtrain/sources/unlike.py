@@ -79,13 +79,11 @@ def _pads_to_longest(layer: Any) -> bool:
 
 
 def _not_over_rows(model: keras.Model, rows: Rows | None, seen: divided.Comparison) -> list[str]:
-    """Names of metrics whose state is no sum over rows, in evaluation or in training."""
+    """Names of metrics whose state is no sum over rows in training, or else, with Keras' step, in evaluation."""
     if rows is None:
         return []
-    names: dict[str, None] = {}
-    for sums in (metric_states.of_test_step(model, rows), seen.metrics):
-        names |= dict.fromkeys(sums.not_over_rows if sums else ())
-    return list(names)
+    sums = seen.metrics or metric_states.of_test_step(model, rows)
+    return sums.not_over_rows if sums else []
 
 
 def _merges_rows(model: keras.Model) -> bool:

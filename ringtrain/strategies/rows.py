@@ -10,13 +10,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 import tensorflow as tf
 
-from ringtrain import data
+from ringtrain import data, hvd
 from ringtrain.errors import DataError
 from ringtrain.hvd import train_step
 from ringtrain.optim.step import Step
 
 if TYPE_CHECKING:
+    import keras
+
     from ringtrain.run.context import RunContext
+
+
+OTHER_SHAPES = re.compile("Dimensions must be equal|Incompatible shapes")
+"""messages of TensorFlow's, perhaps since a model expects the rows of a whole batch"""
 
 
 class Rows:
@@ -95,11 +101,7 @@ class Rows:
                 f" epochs with {run.numbers.steps_per_epoch} each: pass as many, or fewer steps_per_epoch or epochs"
             ) from error
         except (ValueError, tf.errors.InvalidArgumentError) as error:
-            if run.size > 1 and train_step.is_own(run.model):
-                error.add_note(
-                    "ringtrain.fit: train_step gets this rank's part of the first axis of each tensor of the batch:"
-                    " take the number of rows from the data, as by tf.shape(x)[0]"
-                )
+            explain_shapes(run.model, error)
             raise
         if self.train.may_end_early and clock.steps_left <= run.model.steps_per_execution:
             self._check_end(batches)
@@ -116,6 +118,15 @@ class Rows:
         if self.run.rank == 0:
             advice = "its length changes: use repeat() and steps_per_epoch for epochs of one length"
             print(f"ringtrain: {text}: {advice}", file=sys.stderr, flush=True)
+
+
+def explain_shapes(model: keras.Model, error: Exception) -> None:
+    """Adds a note to an error of a model's step that may come from a number of rows which is not that of the data."""
+    if hvd.size() > 1 and (train_step.is_own(model) or OTHER_SHAPES.search(str(error))):
+        error.add_note(
+            "ringtrain.fit: layers and train_step get this rank's part of the first axis of each tensor of the batch:"
+            " take the number of rows from the data, as by tf.shape(x)[0]"
+        )
 
 
 @contextlib.contextmanager

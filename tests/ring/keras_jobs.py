@@ -394,6 +394,26 @@ def several_steps_per_call() -> None:
 
 
 @only(np=3)
+def hooks_of_an_evaluation() -> None:
+    """They are called on a rank without a batch, too: what they change is shared."""
+
+    class Halves(keras.callbacks.Callback):
+        num_begun = 0
+
+        def on_test_begin(self, logs: Any = None) -> None:
+            self.num_begun += 1
+
+        def on_test_end(self, logs: Any = None) -> None:
+            self.model.optimizer.learning_rate = self.model.optimizer.learning_rate * 0.5
+
+    hooks = [Halves()]
+    held_out = {"validation_data": (X[:20], Y[:20]), "validation_batch_size": 32}
+    ours, _ = equals_one_process(lambda: compiled(dense()), X, Y, "hooks", callbacks=hooks, **held_out)
+    assert hooks[0].num_begun == 2 * SAME["epochs"], "of both trainings"
+    assert float(ours.optimizer.learning_rate) == np.float32(0.05 / 8)
+
+
+@only(np=3)
 def compiled_by_xla() -> None:
     """Unequal parts, by the option or as compiled; what XLA cannot do is named, or trained without it."""
 

@@ -114,9 +114,42 @@ class Inner(Raw):
         return self._train(data)
 
 
+class Tracking(keras.Model):
+    """Gives trackers the mean of the rows that it gets: Keras' own of the loss, and one of the model's."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.tracker = keras.metrics.Mean(name="tracked")
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=outputs)
+        weights = self.trainable_weights
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        for metric in self.metrics:
+            if metric.name in ("loss", "tracked"):
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, outputs)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
 def _of(kind: Any) -> keras.Model:
     layers = dense()
     return compiled(kind(layers.inputs, layers.outputs), None)
+
+
+@only(np=3)
+def trackers_of_an_own_step() -> None:
+    """A mean of a rank's rows counts by their number, which is not the same on all ranks."""
+
+    def make() -> keras.Model:
+        layers = dense()
+        return compiled(Tracking(layers.inputs, layers.outputs), metrics=["mae"])
+
+    equals_one_process(make, X, Y * np.arange(100)[:, None], "trackers", batch_size=16)
 
 
 @only(np=2)

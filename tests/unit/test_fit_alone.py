@@ -18,7 +18,7 @@ import tensorflow as tf
 import ringtrain
 from ringtrain import hvd
 from ringtrain.config import CheckpointConfig, Config, HealthConfig, RunConfig, TrackingConfig
-from ringtrain.errors import CheckpointError, ConfigError, DataError
+from ringtrain.errors import CheckpointError, ConfigError, DataError, NonFiniteLoss
 from ringtrain.hvd.process import PROCESS
 from ringtrain.lab.prove.rows import Rows
 from ringtrain.protocol.attempt import Attempt
@@ -373,6 +373,62 @@ def test_validation_by_whole_batches(tmp_path: Path) -> None:
     history = _fit(ours, tmp_path, **more)
     data = {"validation_data": (X[:40], Y[:40]), "batch_size": 32, "verbose": 0}
     assert history.history["val_largest"] == reference.fit(X, Y, **more, **data).history["val_largest"]
+
+
+class _Kappa(keras.metrics.Metric):
+    """Needs values, which a trace does not have."""
+
+    def __init__(self) -> None:
+        super().__init__(name="kappa")
+        self.hits = self.add_weight(name="hits", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.hits.assign_add(float((y_true.numpy() > y_pred.numpy()).sum()))
+
+    def result(self) -> Any:
+        return self.hits + 0.0
+
+
+def test_a_metric_that_needs_values_runs_eagerly(tmp_path: Path) -> None:
+    ours, reference = (_model(run_eagerly=True) for _ in range(2))
+    for model in ours, reference:
+        model.compile("adam", "mse", metrics=[_Kappa()], run_eagerly=True)
+    held_out = {"shuffle": False, "epochs": 2, "validation_data": (X[:40], Y[:40])}
+    expected = reference.fit(X, Y, batch_size=32, verbose=0, **held_out).history
+    assert _fit(ours, tmp_path, **held_out).history == expected
+
+
+def test_a_weight_that_begins_with_infinity_is_saved(tmp_path: Path) -> None:
+    class Lowest(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.lowest = self.add_weight(shape=(), initializer=keras.initializers.Constant(np.inf), trainable=False)
+
+        def call(self, inputs: Any) -> Any:
+            return inputs
+
+    def fit(name: str, rate: float) -> Any:
+        model = keras.Sequential([keras.Input((6,)), Lowest(), keras.layers.Dense(3)])
+        model.compile(keras.optimizers.SGD(rate), "mse", metrics=["mae"])
+        return _fit(model, tmp_path, name=name, epochs=2, validation_data=None)
+
+    assert len(fit("infinite", 0.1).epoch) == 2
+    with pytest.raises(NonFiniteLoss):
+        fit("diverges", 1e30)
+
+
+def test_what_ranks_cannot_train_is_refused_by_name(tmp_path: Path) -> None:
+    class OtherNames(keras.Sequential):
+        def fit(self, features: Any, epochs: int = 1) -> Any:
+            return super().fit(features, epochs=epochs)
+
+    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+        scoped = _model()
+    with pytest.raises(ConfigError, match=r"in the scope of a OneDeviceStrategy.*: leave the scope out"):
+        _fit(scoped, tmp_path)
+    own = OtherNames([keras.Input((6,)), keras.layers.Dense(3)])
+    own.compile("sgd", "mse")
+    with pytest.raises(ConfigError, match=r"OtherNames has a fit of its own without .*\bx, y: give it"):
+        _fit(own, tmp_path)
 
 
 def test_inputs_alone(tmp_path: Path) -> None:
