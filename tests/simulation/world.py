@@ -233,6 +233,9 @@ class Clock:
     def time_ns(self) -> int:
         return int(self.monotonic() * 1e9) + next(self._world._numbers)
 
+    def strftime(self, form: str) -> str:
+        return f"{self.monotonic():.0f} s"
+
     def sleep(self, seconds: float) -> None:
         task = self._world.current
         rate = task.host.clock_rate if task else 1.0
