@@ -28,13 +28,14 @@ class Host:
 
     Attributes:
         clock_rate: Seconds of its clock per second.
+        clock_offset_s: By which its clock has jumped forward.
         frozen_until_s: Virtual time until which its process is stopped, as by SIGSTOP.
         facts: What the tested code has in global variables of a process.
     """
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
-        self.clock_rate = 1.0
+        self.clock_rate, self.clock_offset_s = 1.0, 0.0
         self.frozen_until_s = 0.0
         self.is_dead = False
         self.facts: dict[str, Any] = {}
@@ -225,8 +226,9 @@ class Clock:
 
     def monotonic(self) -> float:
         task = self._world.current
-        rate = task.host.clock_rate if task else 1.0
-        return self._world.now_s * rate
+        if task is None:
+            return self._world.now_s
+        return self._world.now_s * task.host.clock_rate + task.host.clock_offset_s
 
     time = perf_counter = monotonic
 
@@ -262,6 +264,8 @@ class Threading:
 
 
 class _Thread:
+    ident = 0
+
     def __init__(self, world: World, name: str, target: Callable[[], None]) -> None:
         self._world, self._name, self._target = world, name, target
         self._task: Task | None = None
