@@ -11,7 +11,8 @@ import heapq
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -250,8 +251,10 @@ class Threading:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def Thread(self, target: Callable[[], None], name: str = "thread", daemon: bool = False) -> _Thread:
-        return _Thread(self._world, name, target)
+    def Thread(
+        self, target: Callable[..., None], name: str = "thread", daemon: bool = False, args: Sequence[Any] = ()
+    ) -> _Thread:
+        return _Thread(self._world, name, partial(target, *args) if args else target)
 
     def Event(self) -> _Event:
         return _Event(self._world)
