@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from ringtrain.cluster import restart
+from ringtrain.cluster.host_agent import LEASE_S
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.processes import say
@@ -29,7 +30,12 @@ READ_S = 0.2
 
 
 class WaitingRanks(Supervisor):
-    """Supervisor of a job whose ranks are started by one thread, and begin and are supervised in another."""
+    """Supervisor of a job whose ranks are started by one thread, and begin and are supervised in another.
+
+    was_told: Hosts were told to let ranks begin, and some may have done so.
+    """
+
+    was_told = False
 
     def stand_by(self, planner: Callable[[Job], Plan]) -> None:
         """Starts the ranks, silently."""
@@ -53,6 +59,7 @@ class WaitingRanks(Supervisor):
             return False
         self.output.is_silent = False
         self.agents.send(gate.order(self.job.environment[GATE], attempt))
+        self.was_told = True
         deadline = time.monotonic() + OPEN_S
         while time.monotonic() < deadline and any(agent.has_opened is None for agent in self.agents.members):
             self._poll()
@@ -92,6 +99,7 @@ class Standby:
 
     def follow(self, supervised: Supervisor, job: Job) -> None:
         """Lets ranks stand by that could replace those of a job, once these have called hvd.init()."""
+        supervised.when_stopped = self.give_up
         supervised.when_initialized = partial(self._prepare, job, supervised.reports.variables)
 
     def _prepare(self, job: Job, variables: Mapping[str, str]) -> None:
@@ -133,18 +141,31 @@ class Standby:
         thread, made = self._thread, self._waiting
         if thread is None:
             return None
-        self._thread, self._waiting = None, []
         self._is_over.set()
         for waiting in made:
             if waiting.plan and (waiting.job.hosts, waiting.job.num_ranks) == (job.hosts, job.num_ranks):
                 thread.join()
                 if waiting.begin(job.attempt):
+                    self._thread, self._waiting = None, []
                     return waiting
-        # Their end must not delay the restart: a host that is lost does not answer.
-        ending = threading.Thread(target=_end, args=(thread, made), daemon=True)
+        # Their end must not delay the restart, since a host that is lost does not answer; but for ranks that run.
+        self.give_up()
+        for waiting in made:
+            if waiting.was_told:
+                self._ending[-1].join()
+                if waiting.lost_hosts:
+                    time.sleep(LEASE_S)
+        return None
+
+    def give_up(self) -> None:
+        """Begins to end the ranks that stand by, if there are any."""
+        if self._thread is None:
+            return
+        self._is_over.set()
+        ending = threading.Thread(target=_end, args=(self._thread, self._waiting), daemon=True)
+        self._thread, self._waiting = None, []
         self._ending.append(ending)
         ending.start()
-        return None
 
 
 def _end(thread: threading.Thread, made: Sequence[WaitingRanks]) -> None:

@@ -105,6 +105,8 @@ class Supervisor:
         """with which its command was started before `supervise`: see standby.py"""
         self.when_initialized: Callable[[], None] = lambda: None
         """called again and again, once a rank has called hvd.init()"""
+        self.when_stopped: Callable[[], None] = lambda: None
+        """called before the clean-up of a job that a signal has stopped"""
         self._process: subprocess.Popen[bytes] | None = None
         self._files = contextlib.ExitStack()
         """of the plan, while it runs"""
@@ -355,6 +357,8 @@ class Supervisor:
 
     def end(self) -> None:
         """Cleans up on every host that answers; may be called again."""
+        if self.stopped_by:
+            self.when_stopped()
         if self._process and self._process.poll() is None and not self.over_ssh:
             self._process.terminate()  # a scheduler's launcher then ends its ranks
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -21,7 +21,7 @@ from typing import Any
 from ringtrain.data.data_files import with_retries
 from ringtrain.errors import DataError, RunDirectoryError
 from ringtrain.monitor.journal import printable
-from ringtrain.protocol.env import JOB
+from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.json_text import INVALID, parse_json
 from ringtrain.run.run_folder import LEASE, LEASE_EXPIRES_S
 
@@ -118,7 +118,7 @@ class Lease:
         first, begin_s = self._read(), time.monotonic()
         job = _facts(first).get("job")
         is_own = _token(first) == self._token  # whose first write was not answered
-        if not is_own and not (same_job and job and job == os.environ.get(JOB)):
+        if not is_own and not (same_job and job and job == _own_job()):
             why = f"waiting for up to {expires_s:g} s: if that process is lost, its lease expires"
             print(f"ringtrain: {self.url}: in use by {_holder(first)}: {why}", file=sys.stderr, flush=True)
             read_s = begin_s
@@ -203,8 +203,13 @@ class Lease:
 
     def _text(self) -> bytes:
         self._renewals += 1
-        facts = {"host": socket.gethostname(), "process": os.getpid(), "job": os.environ.get(JOB, "")}
+        facts = {"host": socket.gethostname(), "process": os.getpid(), "job": _own_job()}
         return json.dumps({**facts, "token": self._token, "renewals": self._renewals}).encode()
+
+
+def _own_job() -> str:
+    """ID that the attempts of this process's job have in common."""
+    return Attempt.from_environment(os.environ).job
 
 
 def _facts(text: str) -> Mapping[str, Any]:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ringtrain.errors import RunDirectoryError
-from ringtrain.protocol.json_text import parse_json
+from ringtrain.protocol.attempt import Attempt
+from ringtrain.protocol.json_text import INVALID, parse_json
 from ringtrain.run import durable
 
 if TYPE_CHECKING:
@@ -43,6 +44,12 @@ LEASE_S = 30.0
 """Seconds that a restart gives the previous attempt's process to exit, equal to the lease timeout of a host agent."""
 EXPIRY_S = 100.0
 """Seconds after which a file server has released the locks of a lost host. NFSv4's lease is 90 s."""
+MAX_BYTES = 4096
+"""of this file that are read"""
+MAX_PAUSE_S = 5.0
+"""that counts between two looks at a lock: what happened while this process was frozen is not known"""
+LOOK_S = 5.0
+"""seconds between two looks of the lock's holder whether another process has taken it over"""
 LEASE = ".lease"
 """file in a run's mirror that names its writer"""
 LEASE_EXPIRES_S = 60.0
@@ -107,7 +114,8 @@ class RunLock:
     It is a lock of the open file .lock: the kernel releases it when the process ends, for whatever reason, and NFS
     keeps it on the server for all hosts. Where there are no such locks, a POSIX record lock is used, which any other
     close of the file in this process would release. The file remains, and names the process that holds or held the
-    lock.
+    lock. A file server releases the lock of a frozen host, and a restart takes it over: the file then names another
+    process, and the frozen one no longer writes.
     """
 
     def __init__(self) -> None:
@@ -115,6 +123,13 @@ class RunLock:
         self.mirror: Mirror | None = None
         """of the run, which is given up with the lock"""
         self._file: IO[str] | None = None
+        self._facts: Mapping[str, Any] = {}
+        """that this process has written to the file"""
+        self._is_of_process = False
+        """It is a POSIX record lock."""
+        self._taken_by = ""
+        """process that has taken it over"""
+        self._looked_s = 0.0
 
     def take(self, folder: Path, same_job: bool = False) -> None:
         """Takes the lock of a folder, unless this object holds it. Another lock of this process is released first.
@@ -127,20 +142,24 @@ class RunLock:
             return
         for other in [lock for lock in _taken if lock.folder == folder]:
             other.release()  # of a failed start
-        path, begin_s, reported = folder / LOCK, time.monotonic(), False
+        path, known, reported = folder / LOCK, None, False
+        waited_s, looked_s = 0.0, time.monotonic()
         try:
             while not self._locked(path):
-                holder = _holder(path)
+                holder, now_s = _holder(path), time.monotonic()
+                waited_s += min(now_s - looked_s, MAX_PAUSE_S)
+                looked_s = now_s
+                if holder != known:  # each gets its time: one that is not known yet may be a later attempt
+                    known, waited_s = holder, 0.0
                 elsewhere = _is_elsewhere(holder)
-                earlier = same_job or _of_same_scheduled_job(holder)
+                earlier = _is_earlier_attempt(holder, same_job) or _of_same_scheduled_job(holder)
                 wait_s = 0.0
                 if earlier:
                     wait_s = LEASE_S
                 elif elsewhere:
                     wait_s = EXPIRY_S
-                process, host, since = (holder.get(key, "?") for key in ("process", "host", "since"))
-                by = f"process {process} on {host} since {since}"
-                if time.monotonic() < begin_s + wait_s:
+                by = _name(holder)
+                if waited_s < wait_s:
                     if elsewhere and not reported:
                         why = f"waiting up to {wait_s:g} s: if that host is lost, its lock expires"
                         print(f"ringtrain: {folder}: in use by {by}: {why}", file=sys.stderr, flush=True)
@@ -163,22 +182,67 @@ class RunLock:
     def _locked(self, path: Path) -> bool:
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
         try:
-            _lock(file)
+            self._is_of_process = _lock(file)
         except (BlockingIOError, PermissionError):
             file.close()
             return False
         except OSError as error:
             why = f"the file system has no locks ({error.strerror}): make sure that no other job has this name"
             print(f"ringtrain: {path}: {why}", file=sys.stderr, flush=True)
-        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+        is_same = False
+        with contextlib.suppress(FileNotFoundError):
+            is_same = os.path.samestat(os.fstat(file.fileno()), path.stat())
+        if not is_same:
             file.close()  # it was deleted meanwhile
             return self._locked(path)
         file.truncate(0)
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        file.write(json.dumps(_this_process() | {"since": since}) + "\n")
+        self._facts = _this_process() | {"since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        file.write(json.dumps(self._facts) + "\n")
         file.flush()
+        os.fsync(file.fileno())  # other hosts read it
         self._file = file
+        self._taken_by, self._looked_s = "", time.monotonic()
+        if self._other(path) is not None:  # taken over while this process was frozen
+            self._close()
+            return False
         return True
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another process has taken over the folder or its mirror. Looks at the file every few seconds."""
+        if time.monotonic() > self._looked_s + LOOK_S:
+            self._look()
+        return bool(self._taken_by) or (self.mirror is not None and self.mirror.lease.is_lost)
+
+    def raise_if_lost(self) -> None:
+        """Raises RunDirectoryError if another process has taken over the folder or its mirror. Looks at the file."""
+        self._look()
+        if self._taken_by:
+            raise RunDirectoryError(
+                f"{self.folder}: taken over by {self._taken_by}: this job ends: choose another --run.name"
+            )
+        if self.mirror is not None:
+            self.mirror.lease.raise_if_lost()
+
+    def _look(self) -> None:
+        if self.folder is None or self._file is None or self._taken_by:
+            return
+        self._looked_s = time.monotonic()
+        other = self._other(self.folder / LOCK)
+        if other is not None:
+            self._taken_by = _name(other)
+
+    def _other(self, path: Path) -> dict[str, Any] | None:
+        """Returns what another process has written to the lock's file; None if none has, as far as known."""
+        own = self._file.fileno() if self._file else -1
+        with contextlib.suppress(OSError, ValueError):  # it was deleted, or cannot be read now
+            if self._is_of_process and os.path.samestat(os.fstat(own), path.stat()):
+                text = os.pread(own, MAX_BYTES, 0).decode()  # a close of the path would release the lock
+            else:
+                text = path.read_text(encoding="utf-8")  # opened anew: file servers then send what it holds now
+            facts = _facts(text)
+            return None if facts == self._facts else facts
+        return None
 
     def release(self) -> None:
         """Releases the lock, if this process holds it."""
@@ -225,18 +289,22 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _lock(file: IO[str]) -> None:
+def _lock(file: IO[str]) -> bool:
+    """Locks an open file; returns whether by a lock of the process. Raises BlockingIOError if another one holds it."""
     whole = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock
     try:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, whole)
+        return False
     except (BlockingIOError, PermissionError):
         raise
     except OSError:  # not supported by the kernel or the file system
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
 
 
 def _this_process() -> dict[str, Any]:
     """Returns host, boot, process and scheduler's job of this process, as written to the lock file."""
+    attempt = Attempt.from_environment(os.environ)
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -246,13 +314,27 @@ def _this_process() -> dict[str, Any]:
         "process": os.getpid(),
         "job": " ".join(os.environ[name] for name in SCHEDULED_JOB if os.environ.get(name)),
         "requeued": os.environ.get("SLURM_RESTART_COUNT", "0"),
+        "launch": attempt.job,
+        "attempt": attempt.number,
     }
 
 
 def _is_elsewhere(holder: Mapping[str, Any]) -> bool:
-    """Returns whether a lock's holder is on another host: by its name, or by its boot if two hosts share a name."""
+    """Returns whether a lock's holder is on another host: by its name, or by its boot if two hosts share a name.
+
+    True of a holder that is not known, since it was lost before it had written who it is.
+    """
     process = _this_process()
-    return any(holder.get(key) not in (None, "", process[key]) for key in ("host", "boot"))
+    return not holder or any(holder.get(key) not in (None, "", process[key]) for key in ("host", "boot"))
+
+
+def _is_earlier_attempt(holder: Mapping[str, Any], same_job: bool) -> bool:
+    """Returns whether a lock's holder may be an earlier attempt of this process's job, or rank 0 of this attempt."""
+    process = _this_process()
+    if not same_job or holder.get("launch", process["launch"]) != process["launch"]:
+        return False
+    number = holder.get("attempt", 0)
+    return not isinstance(number, int) or number <= process["attempt"]
 
 
 def _of_same_scheduled_job(holder: Mapping[str, Any]) -> bool:
@@ -261,16 +343,33 @@ def _of_same_scheduled_job(holder: Mapping[str, Any]) -> bool:
     if not process["job"] or holder.get("job") != process["job"]:
         return False
     # Slurm counts requeues: with an equal count, the holder is another launch, which may still be training.
-    return "SLURM_JOB_ID" not in os.environ or holder.get("requeued") != process["requeued"]
+    return "SLURM_JOB_ID" not in os.environ or _requeues(holder) < _requeues(process)
+
+
+def _requeues(facts: Mapping[str, Any]) -> int:
+    text = str(facts.get("requeued"))
+    return int(text[:9]) if text.isdecimal() else 0
 
 
 def _holder(path: Path) -> dict[str, Any]:
     """Returns host, process and start time of a lock's holder, as far as known."""
     try:
-        lease = parse_json(path.read_text(encoding="utf-8"))
+        return _facts(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return lease if isinstance(lease, dict) else {}
+
+
+def _facts(text: str) -> dict[str, Any]:
+    try:
+        facts = parse_json(text)
+    except INVALID:
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _name(holder: Mapping[str, Any]) -> str:
+    process, host, since = (holder.get(key, "?") for key in ("process", "host", "since"))
+    return f"process {process} on {host} since {since}"
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:

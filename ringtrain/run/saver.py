@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from ringtrain import hvd
-from ringtrain.errors import CheckpointError, NonFiniteLoss
+from ringtrain.errors import CheckpointError, NonFiniteLoss, RunDirectoryError
 from ringtrain.run import checkpoint, model_state, tracking
 from ringtrain.run.callback_state import CallbackState
 from ringtrain.run.model_state import Arrays
@@ -163,6 +163,7 @@ class Saver(keras.callbacks.Callback):
 
     def _finish(self) -> None:
         self.wait()
+        self.lock.raise_if_lost()  # results are written next
         if self._failed_step == self.saved_step:
             raise CheckpointError(f"{self.saves['failed'][-1]['error']}; earlier checkpoints are kept")
 
@@ -224,9 +225,10 @@ class Saver(keras.callbacks.Callback):
             state = files["state"]
             for name, value in state.items():  # early: otherwise the next update of the weights would have to copy them
                 state[name] = model_state.storable(value)
+            self.lock.raise_if_lost()
             checkpoint.save(self.folder, step, files, facts, lambda name: self.while_saving(step))
             self._failed_step = -2
-        except (OSError, CheckpointError) as error:
+        except (OSError, CheckpointError, RunDirectoryError) as error:
             self._failed_step = step
             why = error.strerror if isinstance(error, OSError) else error
             text = f"{self.folder}/step-{step:08d}: cannot be written: {why}"

@@ -136,9 +136,7 @@ class StopTogether(keras.callbacks.Callback):
         ends_quietly = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in run.users_callbacks)
         requests = [run.signals.received, time_is_up, bool(self._reason), save, ends_quietly, self._agrees_each_step]
         batches = run.fingerprint() or 0
-        mirror = run.lock.mirror
-        taken_over = mirror is not None and mirror.lease.is_lost
-        problems = [self._first_bad_step > 0, self._unreadable(), taken_over]
+        problems = [self._first_bad_step > 0, self._unreadable(), run.lock.is_lost]
         local = np.array([*problems, *requests, batches, -batches], np.int32)
         if run.size > 1:
             local = hvd.allreduce(local, op=hvd.Max, name="ringtrain_stop").numpy()
@@ -153,7 +151,7 @@ class StopTogether(keras.callbacks.Callback):
         if unreadable:
             hvd.run_together(run.data_set.raise_unreadable)
         if taken_over:
-            hvd.run_together(lambda: mirror.lease.raise_if_lost() if mirror else None)
+            hvd.run_together(run.lock.raise_if_lost)
         if bad and not ends_quietly:
             self._raise_together()
         if bad:  # TerminateOnNaN has asked for the end, which is no error then; the last checkpoint is older

@@ -9,6 +9,8 @@ These are models by observed behavior, not the programs themselves:
 - mpirun starts a daemon on each host, and the ranks once all daemons have answered. It names the first rank that fails,
   gives the others SIGTERM and the grace, and exits with that rank's code. It hangs, or loses a host: then it exits with
   205, or with 0 as Open MPI 5 does. Where it is killed, its daemons end their ranks, or leave them.
+- Ranks that stand by report their placement, and run their script once the agent of their host opens the gate. Some
+  hosts cannot.
 - A rank reports its placement and its failure by the production code of ringtrain.protocol.failures. If another one
   fails, it may fail by a follow-up error, which may arrive first.
 """
@@ -17,11 +19,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import selectors
 import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,8 +33,9 @@ from simulation.world import World
 
 from ringtrain.cluster.host_agent import ALIVE_COUNT, ALIVE_S, BEAT_S, LEASE_S, PATIENCE_S, SAYS
 from ringtrain.cluster.job import Job
-from ringtrain.protocol.env import MARK
+from ringtrain.protocol.env import GATE, MARK
 from ringtrain.protocol.failures import Failure
+from ringtrain.protocol.gate import LOOK_S
 
 KEEP_ALIVE_S = ALIVE_S * ALIVE_COUNT
 MPIRUN_KEEP_ALIVE_S = 8.0
@@ -217,12 +222,7 @@ class Selector:
 
     def select(self, timeout: float) -> list[tuple[Any, int]]:
         self._cluster.world.wait_for(lambda: bool(self.ready), timeout)
-        ready, self.ready = self.ready, {}
-        for number in ready:  # as long as there is more to read, it is ready
-            pipe = self._cluster.pipes[number]
-            if pipe.is_at_end or len(pipe.data) > 65536:
-                self.ready[number] = None
-        return [(self._keys[number], selectors.EVENT_READ) for number in ready]
+        return [(self._keys[number], selectors.EVENT_READ) for number in self.ready]
 
 
 class Process:
@@ -267,8 +267,9 @@ class Process:
 class Ssh(Process):
     """The process of a host agent: ssh to another host, or on this one the agent itself."""
 
-    def __init__(self, cluster: Cluster, machine: Machine, timeout_s: float, notice: str) -> None:
+    def __init__(self, cluster: Cluster, machine: Machine, job: Job, timeout_s: float, notice: str) -> None:
         super().__init__(cluster)
+        self.job = job
         self.machine, self.notice = machine, notice
         self.agent: Agent | None = None
         self.down = Stream(machine, "to", self._to_agent)
@@ -374,7 +375,7 @@ class Agent:
 
     def __init__(self, ssh: Ssh) -> None:
         self.ssh, self.machine, self.cluster = ssh, ssh.machine, ssh.cluster
-        self.job = self.cluster.job
+        self.job = ssh.job
         self.is_alive, self.is_ready, self.is_sweeping, self.is_busy = True, False, False, False
         self._orders: deque[str | None] = deque()
         self._num_waits = 0
@@ -405,6 +406,8 @@ class Agent:
                 self.sweep(order or "end of input")
             elif order == "beat":
                 self._ask()
+            elif order.startswith("go "):
+                self._open()
             else:
                 self._signal(str(order))
         self._num_waits += 1
@@ -420,6 +423,23 @@ class Agent:
         if self._is_asking and self.machine.is_noticed:
             self._is_asking = False
             self._say("notice")
+
+    def _open(self) -> None:
+        """Lets the ranks of this host that stand by begin, or cannot."""
+        draw = self.machine.world.random
+        can_open = draw.random() >= self.cluster.closed_gate_rate and self.cluster.on_open(self.machine)
+
+        def act() -> None:
+            self.is_busy = False
+            self.machine.note("its gate opens" if can_open else "its gate stays closed")
+            for rank in [rank for rank in self.machine.ranks if rank.job.id == self.job.id]:
+                if can_open:
+                    self.machine.later(draw.uniform(0, LOOK_S), rank.pass_gate)
+            self._say("opened" if can_open else "not-opened")
+            self._next()
+
+        self.is_busy = True
+        self.machine.later(draw.uniform(0.01, 0.3), lambda: act() if self.is_alive else None)
 
     def _signal(self, order: str) -> None:
         kind, number, *pairs = order.split()
@@ -452,8 +472,8 @@ class Agent:
         world = self.machine.world
         waited_s = world.now_s - self._began_s
         first = [rank for rank in self.machine.ranks if rank.job.id == self.job.id]
-        then = [self.cluster.mpirun] if self.ssh.is_local and self.cluster.mpirun else []
-        then = [process for process in then if process.job.id == self.job.id and process.returncode is None]
+        mpirun = self.cluster.mpirun_of(self.job) if self.ssh.is_local else None
+        then = [mpirun] if mpirun else []
         if not (first or then or waited_s < self._least_s) or waited_s >= SWEEP_S:
             self._end()
             return
@@ -489,6 +509,8 @@ class Rank:
         self.cluster, self.job, self.mpirun = daemon.mpirun.cluster, daemon.mpirun.job, daemon.mpirun
         self.pid = next(self.cluster.numbers)
         self.is_alive, self.is_started, self.is_hanging = True, False, False
+        self.is_waiting = False
+        """It stands by."""
         self.exit_code: int | None = None
         self.failure = ""
         """how it failed by itself, not because of another"""
@@ -519,6 +541,10 @@ class Rank:
     def begin(self) -> None:
         if not self.is_alive:
             return
+        if self.mpirun.is_standby:
+            self._report_placement()
+            self.is_waiting = True
+            return
         fault = self.cluster.starting_fault(self)
         if fault == "hangs":
             self.failure, self.is_hanging = "hangs while it starts", True
@@ -526,10 +552,25 @@ class Rank:
         elif fault:
             self.fail(fault, int(fault.split()[-1]))
         else:
-            size, host = self.job.num_ranks, self.machine.name
-            self.say(f"{MARK}:{self.job.id}:seat:{self.number}:{size}::{self.pid}:{host}")
-            self.is_started, self.step, self.began_s = True, 0, self.machine.world.now_s
-            self.machine.later(self.mpirun.work_s + self.machine.world.random.uniform(0, 1), self._finish)
+            self._report_placement()
+            self._work()
+
+    def _report_placement(self) -> None:
+        size, host = self.job.num_ranks, self.machine.name
+        self.say(f"{MARK}:{self.job.id}:seat:{self.number}:{size}::{self.pid}:{host}")
+
+    def pass_gate(self) -> None:
+        if self.is_alive and self.is_waiting:
+            self.is_waiting = False
+            self._work()
+
+    def _work(self) -> None:
+        world = self.machine.world
+        self.is_started, self.step, self.began_s = True, 0, world.now_s
+        self.cluster.on_work(self)
+        if self.cluster.reports_init:
+            self.machine.later(0.5, lambda: self.is_alive and self.say(f"{MARK}:{self.job.id}:init:{self.number}"))
+        self.machine.later(self.mpirun.work_s + world.random.uniform(0, 1), self._finish)
 
     def _finish(self) -> None:
         if self.is_alive and not self.is_hanging and not self.mpirun.is_broken:
@@ -643,14 +684,22 @@ class Mpirun(Process):
         self.ended: set[int] = set()
         self.lost: list[Machine] = []
         self.launch_s = -1.0
-        cluster.mpirun = self
-        cluster.attempts.append(self)
+        self.is_standby = GATE in job.environment
+        """Its ranks wait until their attempt begins."""
+        if not self.is_standby:
+            self.begins()
         numbers = iter(range(job.num_ranks))
         for host in job.hosts:
             machine = cluster.machines[host.name]
             daemon = Daemon(self, machine, list(itertools.islice(numbers, host.slots)))
             self.daemons.append(daemon)
             self._start(daemon, self.world.now_s + draw.uniform(0.05, 1.5), self.world.now_s + 10.0)
+
+    def begins(self) -> None:
+        """It is that of an attempt."""
+        self.index = len(self.cluster.attempts)
+        self.cluster.mpirun = self
+        self.cluster.attempts.append(self)
 
     def _start(self, daemon: Daemon, time_s: float, until_s: float) -> None:
         def arrive() -> None:
@@ -675,7 +724,8 @@ class Mpirun(Process):
             daemon.is_connected = True
             if all(other.is_connected for other in self.daemons):
                 self.launch_s = self.world.now_s
-                self.cluster.on_launch(self)
+                if not self.is_standby:
+                    self.cluster.on_launch(self)
                 for other in self.daemons:
                     other.down.put("launch")
         elif kind == "line":
@@ -755,6 +805,7 @@ class Cluster:
         self.attempts: list[Mpirun] = []
         self.mpirun: Mpirun | None = None
         self.job: Job
+        self.jobs: dict[str, Job] = {}
         self.here: Machine
         self.late_rate = self.refused_rate = self.closed_rate = self.hang_rate = 0.0
         self.is_open_mpi_5 = self.daemons_stay = False
@@ -771,14 +822,30 @@ class Cluster:
         self.on_launch: Callable[[Mpirun], None]
         self.on_rank_start: Callable[[Rank], None]
         self.on_kill: Callable[[Rank], None]
+        self.on_work: Callable[[Rank], None]
+        self.on_open: Callable[[Machine], bool] = lambda machine: True
+        """called when a host is to open its gate; returns whether it can"""
+        self.reports_init = False
+        self.closed_gate_rate = 0.0
 
     def popen(self, argv: Sequence[str], **_: Any) -> Process:
         if argv[0] == "mpirun":
-            return Mpirun(self, self.job)
+            return Mpirun(self, self.job_of(argv))
         if argv[0] == "sh":
-            return Ssh(self, self.here, 60.0, argv[-1])
+            return Ssh(self, self.here, self.job_of(argv), 60.0, argv[-1])
         timeout_s = next(float(word.partition("=")[2]) for word in argv if "ConnectTimeout=" in word)
-        return Ssh(self, self.machines[argv[argv.index("--") + 1]], timeout_s, self.job.preempt_notice)
+        job = self.job_of(argv)
+        return Ssh(self, self.machines[argv[argv.index("--") + 1]], job, timeout_s, job.preempt_notice)
+
+    def job_of(self, argv: Sequence[str]) -> Job:
+        """The job that a command is of: its ID is one of the last words."""
+        words = re.findall(r"job\d+", " ".join(argv)[-1000:])
+        return next((self.jobs[word] for word in words if word in self.jobs), self.job)
+
+    def mpirun_of(self, job: Job) -> Mpirun | None:
+        """The command that starts a job's ranks, as long as it runs."""
+        mpiruns = [process for process in self.processes if isinstance(process, Mpirun) and process.job.id == job.id]
+        return next((process for process in mpiruns if process.returncode is None), None)
 
     def count_on_silence(self, machine: Machine) -> None:
         """Lets ssh and mpirun give up a machine that does not answer for long enough."""
@@ -802,6 +869,9 @@ class Cluster:
         if self.mpirun and draw.random() < self.lost_rate:
             mpirun = self.mpirun
             check(lambda: mpirun.lose(machine), MPIRUN_KEEP_ALIVE_S + draw.uniform(0.0, 4.0))
+        for waiting in [one for one in self.processes if isinstance(one, Mpirun) and one is not self.mpirun]:
+            if waiting.is_standby and waiting.returncode is None:
+                check(partial(waiting.lose, machine), MPIRUN_KEEP_ALIVE_S + draw.uniform(0.0, 4.0))
 
     def starting_fault(self, rank: Rank) -> str:
         return self.starting_faults.popleft() if self.starting_faults else ""
@@ -820,6 +890,8 @@ class Cluster:
             raise BlockingIOError
         data = bytes(pipe.data[:count])
         del pipe.data[:count]
+        if pipe.selector and not (pipe.data or pipe.is_at_end):  # as long as there is more to read, it is ready
+            pipe.selector.ready.pop(number, None)
         return data
 
     def write(self, number: int, data: bytes) -> int:

@@ -21,7 +21,8 @@ from simulation.world import Host, World, in_place
 
 from ringtrain.data import data_files
 from ringtrain.errors import CheckpointError, DataError, RunDirectoryError
-from ringtrain.protocol.env import JOB
+from ringtrain.protocol.attempt import Attempt
+from ringtrain.protocol.env import ATTEMPT
 from ringtrain.run import checkpoint, lease, mirror
 from ringtrain.run.run_folder import LEASE
 
@@ -301,7 +302,7 @@ class _Environ:
         self._world = world
 
     def get(self, name: str, default: str = "") -> str:
-        return self._world.current_host.facts["job"] if name == JOB else default
+        return Attempt(job=self._world.current_host.facts["job"]).to_json() if name == ATTEMPT else default
 
 
 @contextlib.contextmanager

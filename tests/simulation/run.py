@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -20,14 +21,17 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scenario", choices=["mirrored", "launched", "elastic", "power"])
+    parser.add_argument("scenario", choices=["mirrored", "launched", "elastic", "power", "locked", "monitored"])
     parser.add_argument("--seed", type=int, help="the first seed; default: from the time")
     parser.add_argument("--count", type=int, default=1, help="number of schedules")
     parser.add_argument("--minutes", type=float, help="in place of a number of schedules")
     parser.add_argument("--hosts", type=int, help="of a launched job; default: 2 to 6")
+    parser.add_argument("--standby", action="store_true", help="launched jobs have ranks that stand by")
     parser.add_argument("--trace", action="store_true", help="print what happens")
     options = parser.parse_args()
     simulate = importlib.import_module(f"simulation.{options.scenario}").simulate
+    if options.standby:
+        simulate = partial(simulate, directed=importlib.import_module("simulation.launched").stand_by)
     if options.hosts:
         simulate = partial(simulate, num_hosts=options.hosts)
 
@@ -38,6 +42,8 @@ def main() -> int:
     if options.minutes:
         count, limit_s = sys.maxsize, options.minutes * 60
     begin_s, number, violated = time.monotonic(), 0, 0
+    transitions = importlib.import_module("simulation.transitions")
+    counts = Counter()
     while number < count and time.monotonic() - begin_s < limit_s:
         found = simulate(first + number, is_traced=options.trace)
         if options.trace:
@@ -46,7 +52,13 @@ def main() -> int:
             violated += 1
             print(f"seed {first + number}: {found.violation}", flush=True)
         number += 1
+        if options.scenario == "launched":
+            counts += transitions.taken(found)
     print(f"{number:,} schedules from seed {first} on in {time.monotonic() - begin_s:.0f} s: {violated} violated")
+    if options.scenario == "launched":
+        for name, count in counts.items():
+            print(f"{count:7,} x {name}")
+        print(f"never: {', '.join(transitions.never(counts)) or 'none'}")
     return 1 if violated else 0
 
 

@@ -155,6 +155,7 @@ class Lock:
     """`RunLock`."""
 
     mirror = None
+    is_lost = False
 
     def __init__(self, member: Member) -> None:
         self.member, self.files = member, member.cluster.storage
@@ -171,6 +172,8 @@ class Lock:
         if not is_free and holder.machine is self.member.machine:
             raise RunDirectoryError(f"{folder}: in use by process {holder.pid}")
         self.folder, self.files.holder = folder, self.member
+
+    def raise_if_lost(self) -> None: ...
 
     def release(self) -> None:
         if self.files.holder is self.member:

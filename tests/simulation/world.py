@@ -11,7 +11,8 @@ import heapq
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -28,13 +29,14 @@ class Host:
 
     Attributes:
         clock_rate: Seconds of its clock per second.
+        clock_offset_s: By which its clock has jumped forward.
         frozen_until_s: Virtual time until which its process is stopped, as by SIGSTOP.
         facts: What the tested code has in global variables of a process.
     """
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
-        self.clock_rate = 1.0
+        self.clock_rate, self.clock_offset_s = 1.0, 0.0
         self.frozen_until_s = 0.0
         self.is_dead = False
         self.facts: dict[str, Any] = {}
@@ -225,13 +227,17 @@ class Clock:
 
     def monotonic(self) -> float:
         task = self._world.current
-        rate = task.host.clock_rate if task else 1.0
-        return self._world.now_s * rate
+        if task is None:
+            return self._world.now_s
+        return self._world.now_s * task.host.clock_rate + task.host.clock_offset_s
 
     time = perf_counter = monotonic
 
     def time_ns(self) -> int:
         return int(self.monotonic() * 1e9) + next(self._world._numbers)
+
+    def strftime(self, form: str) -> str:
+        return f"{self.monotonic():.0f} s"
 
     def sleep(self, seconds: float) -> None:
         task = self._world.current
@@ -245,8 +251,10 @@ class Threading:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def Thread(self, target: Callable[[], None], name: str = "thread", daemon: bool = False) -> _Thread:
-        return _Thread(self._world, name, target)
+    def Thread(
+        self, target: Callable[..., None], name: str = "thread", daemon: bool = False, args: Sequence[Any] = ()
+    ) -> _Thread:
+        return _Thread(self._world, name, partial(target, *args) if args else target)
 
     def Event(self) -> _Event:
         return _Event(self._world)
@@ -259,6 +267,8 @@ class Threading:
 
 
 class _Thread:
+    ident = 0
+
     def __init__(self, world: World, name: str, target: Callable[[], None]) -> None:
         self._world, self._name, self._target = world, name, target
         self._task: Task | None = None

@@ -13,7 +13,8 @@ import pytest
 from ringtrain.errors import CheckpointError, DataError, RunDirectoryError
 from ringtrain.lab.report import cli as report
 from ringtrain.lab.report import runs
-from ringtrain.protocol.env import JOB
+from ringtrain.protocol.attempt import Attempt
+from ringtrain.protocol.env import ATTEMPT
 from ringtrain.run import checkpoint, lease, mirror
 from ringtrain.run.mirror import Mirror
 from ringtrain.run.run_folder import LEASE
@@ -106,7 +107,7 @@ def test_an_unfinished_copy_is_no_checkpoint_and_a_damaged_one_is_left_out(quick
 
 
 def test_one_job_writes_at_a_time(quick, tmp_path, monkeypatch):
-    monkeypatch.delenv(JOB, raising=False)
+    monkeypatch.delenv(ATTEMPT, raising=False)
     first = Mirror(str(tmp_path), "r")
     monkeypatch.setattr(mirror, "_open", [])  # as in another process
     with pytest.raises(RunDirectoryError, match=r"in use by process \d+ on .*another --run\.name"):
@@ -127,7 +128,7 @@ def test_a_lost_job_is_replaced_after_a_while_and_its_own_restart_at_once(quick,
     Mirror(str(tmp_path), "r", expires_s=0.3).close()
     assert time.monotonic() - begin_s > 0.3
 
-    monkeypatch.setenv(JOB, "j7")
+    monkeypatch.setenv(ATTEMPT, Attempt(number=1, job="j7").to_json())
     file.write_text(json.dumps({"host": "a", "process": 1, "job": "j7", "token": "t", "renewals": 3}))
     Mirror(str(tmp_path), "r", same_job=True, expires_s=1e6).close()
     for text in ("", "not JSON", "[]"):  # torn

@@ -235,7 +235,7 @@ def test_a_host_may_be_waited_for_as_long_as_restarts_allow():
 
 
 def test_an_attempt_is_read_as_it_was_written():
-    attempt = Attempt(number=2, causes=("killed (step 20)", "lost host2"), run_name="digits-1", num_ranks=4)
+    attempt = Attempt(number=2, causes=("killed (step 20)", "lost host2"), run_name="digits-1", num_ranks=4, job="j")
     assert Attempt.from_environment({"RINGTRAIN_ATTEMPT": attempt.to_json()}) == attempt
     for text in ("", "{", "[1]", '{"other": 1}', "3"):
         assert Attempt.from_environment({"RINGTRAIN_ATTEMPT": text}) == Attempt()

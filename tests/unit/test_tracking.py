@@ -20,6 +20,7 @@ from ringtrain.config import Config, RunConfig
 from ringtrain.errors import RunDirectoryError
 from ringtrain.optim.schedules import Schedule, curve
 from ringtrain.protocol.attempt import Attempt
+from ringtrain.protocol.env import ATTEMPT
 from ringtrain.run import consistency, run_folder, tracking
 
 
@@ -131,6 +132,39 @@ def test_a_requeued_job_takes_the_lock_of_its_lost_host(tmp_path, holder, monkey
         with contextlib.nullcontext() if is_taken and job == "17" else pytest.raises(RunDirectoryError, match="in use"):
             lock.take(tmp_path)
         assert (lock.folder is not None) == (is_taken and job == "17")
+
+
+def test_a_restart_leaves_the_lock_of_another_job_alone(tmp_path, holder, monkeypatch):
+    written = json.loads((tmp_path / run_folder.LOCK).read_text())
+    monkeypatch.setattr(run_folder, "LEASE_S", 0.0)
+    monkeypatch.setattr(run_folder, "EXPIRY_S", 0.0)
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setenv(ATTEMPT, Attempt(number=1, job="j1").to_json())
+    for launch, attempt in (("j2", 0), ("j1", 2)):
+        (tmp_path / run_folder.LOCK).write_text(json.dumps(written | {"launch": launch, "attempt": attempt}))
+        with pytest.raises(RunDirectoryError, match="in use"):
+            run_folder.RunLock().take(tmp_path, same_job=True)
+    (tmp_path / run_folder.LOCK).write_text(json.dumps(written | {"launch": "j1", "attempt": 0}))
+    run_folder.RunLock().take(tmp_path, same_job=True)
+
+
+@pytest.mark.parametrize("kind", ["of the open file", "of the process"])
+def test_a_process_whose_lock_was_taken_over_writes_no_more(tmp_path, monkeypatch, kind):
+    if kind == "of the process":
+        monkeypatch.setattr(fcntl, "F_OFD_SETLK", 12345)
+    lock = run_folder.RunLock()
+    lock.take(tmp_path)
+    lock.raise_if_lost()
+    assert not lock_is_free(tmp_path), "a look does not release it"
+    path = tmp_path / run_folder.LOCK
+    path.unlink()  # as a person may who knows that the host is lost
+    lock.raise_if_lost()
+    path.write_text(json.dumps({"host": "host2", "process": 7, "since": "now"}))
+    assert not lock.is_lost, "it has just looked"
+    monkeypatch.setattr(run_folder, "LOOK_S", 0.0)
+    assert lock.is_lost
+    with pytest.raises(RunDirectoryError, match="taken over by process 7 on host2 since now"):
+        lock.raise_if_lost()
 
 
 def lock_is_free(folder) -> bool:
