@@ -199,7 +199,8 @@ class RunLock:
         self._facts = _this_process() | {"since": time.strftime("%Y-%m-%d %H:%M:%S")}
         file.write(json.dumps(self._facts) + "\n")
         file.flush()
-        os.fsync(file.fileno())  # other hosts read it
+        with contextlib.suppress(OSError):  # not on every file system
+            os.fsync(file.fileno())  # other hosts read it
         self._file = file
         self._taken_by, self._looked_s = "", time.monotonic()
         if self._other(path) is not None:  # taken over while this process was frozen
