@@ -168,7 +168,7 @@ def run_attempts(work: Launch) -> int:
 def _run_attempts(work: Launch, standby: Standby) -> int:
     options, answer_timeout_s = work.options, float("inf")
     restarts = restart.Restarts(work.hosts, work.num_ranks, options)
-    attempt = Attempt(num_ranks=work.num_ranks)
+    attempt = Attempt(num_ranks=work.num_ranks, job=uuid.uuid4().hex)
     while True:
         used = restarts.hosts
         now = work.job_on(used, attempt, restarts.num_ranks)

@@ -23,6 +23,8 @@ class Attempt:
     """of the first run of the first attempt's process; "": not known yet"""
     num_ranks: int = 0
     """of the first attempt; 0: the current number"""
+    job: str = ""
+    """ID of the launch, the same in all of its attempts; "": not started by a launcher that restarts"""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -34,6 +36,7 @@ class Attempt:
             fields = parse_json(environ.get(ATTEMPT, "{}"))
             causes = tuple(str(cause) for cause in fields.get("causes", ()))
             number, num_ranks = int(fields.get("number", 0)), int(fields.get("num_ranks", 0))
-            return cls(number=number, causes=causes, run_name=str(fields.get("run_name", "")), num_ranks=num_ranks)
+            run_name, job = str(fields.get("run_name", "")), str(fields.get("job", ""))
+            return cls(number=number, causes=causes, run_name=run_name, num_ranks=num_ranks, job=job)
         except INVALID:
             return cls()
