@@ -443,7 +443,7 @@ def _install(arriving: _Arriving, copy: Copy, run: Path, config: Config) -> str:
         if not (run / "config.toml").exists():
             durable.write(run / "config.toml", config_io.to_toml(config))
         records = saved.manifest.get("records", "")
-        if records and not (run / METRICS).exists():
+        if records:
             durable.write(run / METRICS, records)
         _write_mark(run, copy.run, "")
         final = run / "checkpoints" / _name(copy.step)
