@@ -18,6 +18,7 @@ from ringtrain.errors import ConfigError
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.run import checkpoint, memory_copies
 from ringtrain.run.memory_copies import Copies, Copy, Host
+from ringtrain.run.resume import Start
 
 FACTS = {"metrics": {"loss": 0.5}, "num_ranks": 1, "records": "{}\n"}
 NUM_FLIPS = 300
@@ -29,6 +30,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "memory"
     folder.mkdir()
     monkeypatch.setattr(memory_copies, "ROOT", folder)
+    monkeypatch.setattr(memory_copies, "PIECE_BYTES", 100)
     for name in ("rank", "local_rank"):
         monkeypatch.setattr(hvd, name, lambda: 0, raising=False)
     monkeypatch.setattr(hvd, "run_together", lambda action: action())
@@ -114,6 +116,36 @@ def test_a_restart_takes_what_its_launch_has_written_and_a_person_may_take_all(t
     assert fetched(run, Attempt(number=1, job="first"), resume="never") == 8
     shutil.rmtree(run)
     assert fetched(run, resume="must") == 8
+
+
+def begun(run: Path, start: Start, monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1000) -> tuple[Any, str]:
+    """Process with the copies of a run that begins, of 100 bytes each, and the plan's row."""
+    monkeypatch.setattr(memory_copies, "_refuse", lambda model: None)
+    monkeypatch.setattr(memory_copies, "_num_bytes", lambda model: 100)
+    monkeypatch.setattr(memory_copies, "free_in_memory", lambda folder: free_bytes)
+    run.mkdir(parents=True, exist_ok=True)
+    config = with_values(Config(), {"checkpoint.memory_every_steps": 5})
+    process: Any = SimpleNamespace(config=config, attempt=Attempt(job="first"), memory=None)
+    job: Any = SimpleNamespace(model=None, plan={})
+    memory_copies.begin(process, job, run, start)
+    return process, job.plan["memory copies"]
+
+
+def test_a_run_keeps_its_id_until_it_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    first = begun(run, Start(), monkeypatch)[0].memory.run
+    resumed = Start(global_step=8, source=str(run / "checkpoints" / "step-00000008"))
+    assert begun(run, resumed, monkeypatch)[0].memory.run == first
+    of_another = Start(global_step=8, source=str(tmp_path / "other" / "checkpoints" / "step-00000008"))
+    assert first < begun(run, of_another, monkeypatch)[0].memory.run < begun(run, Start(), monkeypatch)[0].memory.run
+
+
+def test_a_host_without_enough_memory_has_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    process, row = begun(tmp_path / "run", Start(), monkeypatch, free_bytes=199)
+    assert process.memory is None and "none on" in row
+    assert capsys.readouterr().err.count("checkpoint.memory_every_steps: no copies on") == 1
+    process, row = begun(tmp_path / "run", Start(), monkeypatch, free_bytes=200)
+    assert process.memory is not None and row.startswith("every 5 steps, 2 x 0.0001 MB") and "none on" not in row
 
 
 def test_a_start_after_an_earlier_step_removes_later_copies(tmp_path: Path) -> None:
