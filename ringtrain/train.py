@@ -32,7 +32,7 @@ from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.for_script import ForScript
 from ringtrain.protocol.launchers import launched_rank
-from ringtrain.run import consistency, console, devices, log_capture
+from ringtrain.run import consistency, console, devices, log_capture, memory_copies
 from ringtrain.run.context import Job, Opening, Process, RunContext, Source, alone
 from ringtrain.sources.configured import ConfiguredSource
 from ringtrain.strategies.parameter_server import cluster, worker
@@ -249,6 +249,7 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     # A complete run stays as it is, but its mirror may lack the last files.
     if summary:
         _finish_mirror(process, Path(process.config.run.directory) / process.config.run.name)
+        memory_copies.end(process)
         process.lock.release()
         strategy.end(0)
         return summary
@@ -266,6 +267,7 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     opening = process.source.open_folder(process, job, start)
     if opening.log:
         consistency.open_log(process, opening.folder / "logs" / opening.log)
+    memory_copies.begin(process, job, opening.folder, start)
     # The plan, with every number that follows from the options; with other ranks the run goes on without it.
     terminal = console.terminal_of(process)
     if opening.is_first:
@@ -404,7 +406,8 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     stop, strategy = run.callbacks.stop, run.strategy
     with run.callbacks.trackers:
         mirrored = {"mirror": run.lock.mirror.summary()} if run.lock.mirror else {}
-        summary = tracking.write_results(run, {**strategy.summary(run), **run.facts, **mirrored})
+        copies = {"memory_copies": run.memory.facts} if run.memory else {}
+        summary = tracking.write_results(run, {**strategy.summary(run), **run.facts, **mirrored, **copies})
     # A person sees slow ranks, then the metrics, and last what was verified.
     ranks = summary.get("ranks", ())
     slow = stragglers.slow_ranks(ranks, run.config.health)
@@ -425,6 +428,8 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     # Whatever becomes of the mirror, the folder is free for the next run, and servers and workers end.
     try:
         _finish_mirror(run, run.folder, exit_code=stop.exit_code)
+        if run.memory and not stop.is_resumable:
+            memory_copies.remove(run.memory.folder)
     finally:
         run.lock.release()
         strategy.end(stop.exit_code)

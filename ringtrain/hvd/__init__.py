@@ -126,6 +126,7 @@ from ringtrain.hvd.collectives import (
     broadcast_object,
     broadcast_object_fn,
     copies_of,
+    forward_bytes,
     gather_bytes,
     grouped_allreduce,
     init,

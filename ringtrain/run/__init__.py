@@ -10,6 +10,7 @@ devices:        one GPU per local rank, memory limits, CPU threads
 checkpoint:     atomic checkpoints with a checksum per file; export of the trained model
 lease:          right of one job to write to a mirror
 mirror:         copies a run to another file system or a bucket, and back
+memory_copies:  copies of the state in the memory of each host, from which a restart goes on
 saver:          saves the state of a run during training
 callback_state: what callbacks keep, saved and restored
 model_state:    state of a model as arrays, shared and per rank

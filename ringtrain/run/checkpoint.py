@@ -126,10 +126,15 @@ def verify(folder: Path) -> Checkpoint:
         ) from error
 
 
-def _verify(folder: Path) -> Checkpoint:
+def read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
+    """Returns the manifest of a checkpoint and its SHA-256, which follows from all that is in the checkpoint.
+
+    Raises DamagedCheckpoint if it does not have that checksum; CheckpointError if a newer ringtrain wrote it; OSError.
+    """
     try:
         head, _, body = (folder / MANIFEST).read_bytes().decode().partition("\n")
-        if parse_json(head)["sha256"] != hashlib.sha256(body.encode()).hexdigest():
+        digest = parse_json(head)["sha256"]
+        if digest != hashlib.sha256(body.encode()).hexdigest():
             raise DamagedCheckpoint(f"{folder / MANIFEST}: its content does not match its checksum")
         manifest = parse_json(body)
     except FileNotFoundError:
@@ -140,6 +145,11 @@ def _verify(folder: Path) -> Checkpoint:
         raise CheckpointError(
             f"{folder}: has format {manifest['format']}, this ringtrain reads up to {FORMAT}: use the newer ringtrain"
         )
+    return manifest, digest
+
+
+def _verify(folder: Path) -> Checkpoint:
+    manifest, _ = read_manifest(folder)
     for name, expected in manifest["files"].items():
         path = folder / name
         try:

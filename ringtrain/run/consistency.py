@@ -18,7 +18,7 @@ from ringtrain.config import Config, option_types, value_of, with_values
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError, RunDirectoryError
 from ringtrain.protocol import failures
-from ringtrain.run import checkpoint, console, durable, log_capture, run_folder
+from ringtrain.run import checkpoint, console, durable, log_capture, memory_copies, run_folder
 from ringtrain.run.context import Opening
 
 PASSWORD = re.compile(r"//[^/@]*:[^/@]*@")
@@ -205,6 +205,10 @@ def restore(
     is_begun = False
     if process.config.run.mirror:
         is_begun = hvd.run_together(lambda: _fetch(process) if hvd.rank() == 0 else False)
+        lock_folder(process)
+    # The state in the memory of a host may be newer.
+    if process.config.checkpoint.memory_every_steps and memory_copies.fetch(process):
+        is_begun = True
         lock_folder(process)
     # A run that began from another one's checkpoint continues its own, once it has saved any.
     has_left = hvd.run_together(lambda: resume.has_left_its_source(process.config) if hvd.rank() == 0 else False)

@@ -142,9 +142,11 @@ def shared_state(
     statistics = hvd.moving_statistics(model, not_averaged)
     averaged = {id(variable) for variable in (*statistics, *_kept_by_optimizers(model))}
     for index, variable in enumerate(shared_variables(model)):
+        key = places.get(id(variable), "")
         if id(variable) not in averaged:
+            if key in of_ranks[0]:  # this may be another rank
+                state[f"{index:05d}"] = of_ranks[0][key]
             continue
-        key = places[id(variable)]
         arrays = [_loaded(variable, of_rank[key]) for of_rank in of_ranks if key in of_rank]
         if arrays:  # else they are equal
             mean = np.mean([array.astype(np.float64) for array in arrays], axis=0)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 NAMES = {number.name: number for number in SIGNALS}
+TIME_LIMIT = "train.max_time_s"
 
 
 class Signals:
@@ -77,7 +78,8 @@ class StopTogether(keras.callbacks.Callback):
         super().__init__()
         self.run, config, steps_per_epoch = run, run.config, run.numbers.steps_per_epoch
         every_save = config.checkpoint.every_steps or steps_per_epoch
-        self.every_steps = {config.health.agree_every_steps, every_save, steps_per_epoch}
+        every_copy = config.checkpoint.memory_every_steps or every_save
+        self.every_steps = {config.health.agree_every_steps, every_save, every_copy, steps_per_epoch}
         self._agrees_each_step = any(map(batch_hooks.may_stop, run.users_callbacks))
         """whether a callback of this rank may ask for the end after any step; its ranks agree on that, too"""
         self._has_agreed = False
@@ -95,6 +97,11 @@ class StopTogether(keras.callbacks.Callback):
     def exit_code(self) -> int:
         """0, or 128 + the number of the signal that ended training."""
         return 128 + NAMES[self.stopped_by] if self.stopped_by in NAMES else 0
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether training was interrupted, by a signal or the time limit, and goes on with the next start."""
+        return self.stopped_by in (*NAMES, TIME_LIMIT)
 
     @property
     def ending(self) -> resume.Ending:
@@ -158,7 +165,7 @@ class StopTogether(keras.callbacks.Callback):
             run.callbacks.saver.is_closed = requested = True
         self.is_ended = self.is_ended or bool(requested)
         if not self.stopped_by and (number or time_is_up or requested):
-            reason = "train.max_time_s" if time_is_up else self._reason or A_CALLBACK
+            reason = TIME_LIMIT if time_is_up else self._reason or A_CALLBACK
             self.stopped_by = signal.Signals(number).name if number else reason
         if self.stopped_by:
             self.model.stop_training = True

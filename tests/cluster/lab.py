@@ -189,6 +189,10 @@ class Lab:
             **{"stdin": subprocess.DEVNULL, **options},
         )
 
+    def seen_from_here(self, host: str, path: Path | str) -> Path:
+        """Path by which this machine reaches a file of a host, also one in /run and /dev/shm."""
+        return Path(f"/proc/{self._first[host]}/root") / str(path).lstrip("/")
+
     def processes(self, host: str) -> dict[int, str]:
         """What lives on a host besides its process 1, its listening sshd and what warm_python starts: id, command line.
 

@@ -252,6 +252,8 @@ def _saver(model, folder):
         journal=journal,
         validation=Validation(),
         checksums={},
+        lock=SimpleNamespace(mirror=None),
+        memory=None,
         strategy=SimpleNamespace(ranks_change=False),
         users_callbacks=[],
         callback_state=None,
