@@ -365,7 +365,7 @@ class Run:
 
     def on_report(self, error: BaseException, rank: int) -> None:
         """A rank reports a stall to the launcher, which takes the first report."""
-        is_told = self.is_reported_by_rank_0 and not self.current.is_faulty
+        is_told = self.is_reported_by_rank_0 and self._is_told(self.current)
         if is_told and max(rank.latency_s for rank in self.ranks) < SILENT_S / 2:
             self.violated(f"rank {self.current.number} reports, too: {error}")
         if self.reported_s == float("inf"):
@@ -412,10 +412,13 @@ class Run:
                 if rank.is_alive and not rank.has_left and now_s > since_s + limit_s:
                     self.violated(f"no report after {now_s - since_s:.0f} s without progress")
 
+    def _is_told(self, rank: Rank) -> bool:
+        """Whether a rank hears of rank 0's report."""
+        return not rank.is_faulty and _blocked_s(rank, self.ranks[0]) <= self.reported_s
+
     def _check_ended(self) -> None:
         for rank in self.ranks:
-            is_told = rank.is_alive and not rank.is_faulty and not rank.has_left
-            if is_told:
+            if self._is_told(rank):
                 self.violated(f"rank {rank.number} has not ended after the report of a stall")
 
     def violated(self, what: str) -> None:
