@@ -315,7 +315,8 @@ class Run:
         elif kind == "clock":
             rank.process.clock_offset_s += seconds * draw.choice([1, 50])
         elif kind == "suspend":
-            self.suspended.append((now_s, now_s + seconds))
+            before_s = max([now_s, *(end_s for _, end_s in self.suspended)])  # a time counts once
+            self.suspended.append((before_s, max(before_s, now_s + seconds)))
             for one in self.ranks:
                 one.freeze(seconds)
         elif kind == "ring":
