@@ -47,7 +47,8 @@ def export(folder: Path) -> Path:
     """Writes the committed files to a folder: a build takes nothing else, such as modules that are no longer there."""
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        tar.extractall(folder, filter="data")
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # which Python 3.11.2 does not have
+        tar.extractall(folder)
     return folder
 
 

@@ -227,12 +227,6 @@ def start(options: Config | Mapping[str, Any] | None = None, num_devices: int = 
 
 def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArguments) -> keras.callbacks.History:
     """Trains a compiled model on this rank together with the others."""
-    strategy = model._distribute_strategy
-    if strategy is not None:
-        raise ConfigError(
-            f"ringtrain.fit: the model was made in the scope of a {type(strategy).__name__}, which distributes steps by"
-            " itself: leave the scope out; each rank has a device of its own"
-        )
     arguments = data.with_batch_sizes(arguments)
     # A command such as ringtrain prove starts the script as it is, and wants a few steps of it.
     from_command = ForScript.from_environment()
@@ -336,11 +330,11 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
     if not getattr(model, "compiled", False):
         raise ConfigError("ringtrain.fit: the model is not compiled: call model.compile(optimizer, loss) first")
     strategy = model.distribute_strategy
-    if strategy.num_replicas_in_sync > 1:
+    num_devices = strategy.num_replicas_in_sync
+    if num_devices > 1 or model._distribute_strategy is not None:
         raise ConfigError(
-            f"ringtrain.fit: the model is in the scope of a {type(strategy).__name__} with"
-            f" {strategy.num_replicas_in_sync} devices: leave the strategy out, and start a rank for each device, by"
-            f" ringtrain launch -np {strategy.num_replicas_in_sync}"
+            f"ringtrain.fit: the model is in the scope of a {type(strategy).__name__} (devices: {num_devices}): leave"
+            " the strategy out, and start a rank for each device, by ringtrain launch"
         )
     # Options of the run alone. Those of data, model and training would contradict the script without a word.
     from_command = ForScript.from_environment()

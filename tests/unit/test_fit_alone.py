@@ -423,7 +423,7 @@ def test_what_ranks_cannot_train_is_refused_by_name(tmp_path: Path) -> None:
 
     with tf.distribute.OneDeviceStrategy("CPU:0").scope():
         scoped = _model()
-    with pytest.raises(ConfigError, match=r"in the scope of a OneDeviceStrategy.*: leave the scope out"):
+    with pytest.raises(ConfigError, match=r"in the scope of a OneDeviceStrategy .*: leave the strategy out"):
         _fit(scoped, tmp_path)
     own = OtherNames([keras.Input((6,)), keras.layers.Dense(3)])
     own.compile("sgd", "mse")

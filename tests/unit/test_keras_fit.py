@@ -63,7 +63,7 @@ def _mirrored() -> keras.Model:
         (_model(), {"options": {"checkpoint": {"every_steps": "3"}}}, r"every_steps: got '3', expected int"),
         (_model(), {"options": 3}, r"got int for options, expected a ringtrain\.config\.Config, or a dict"),
         (_model(), {"resume": "must"}, r"got must, which needs the name of the run to resume: give name as well"),
-        (_mirrored(), {}, r"a MirroredStrategy with 2 devices: leave the strategy out"),
+        (_mirrored(), {}, r"a MirroredStrategy \(devices: 2\): leave the strategy out"),
         (_model(), {"epochs": 2, "initial_epoch": 2}, r"got initial_epoch 2 with epochs 2.*expected 0 to 1"),
     ],
     ids=[
