@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import site
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -18,8 +19,10 @@ ATTRIBUTE = b"stop_training"
 """what a callback sets to end training"""
 OF_OTHERS = ("keras", "ringtrain", "builtins")
 """packages whose classes a callback derives from, and which know the attribute"""
-INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))
-RINGTRAIN = Path(__file__).resolve().parents[1]
+INSTALLED = tuple(
+    Path(folder).resolve()
+    for folder in (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), site.getusersitepackages())
+)
 
 
 def may_stop(callback: keras.callbacks.Callback) -> bool:
@@ -66,12 +69,12 @@ def _files_of_classes(callback: keras.callbacks.Callback) -> Iterator[str]:
 
 def _files_of_scripts() -> Iterator[str]:
     """Files of the loaded modules that are not installed."""
-    for module in list(sys.modules.values()):
+    for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if not file:
+        if not file or name.partition(".")[0] in (*OF_OTHERS, "tensorflow", "horovod"):
             continue
         path = Path(file).resolve()
-        if not any(path.is_relative_to(folder) for folder in (*INSTALLED, RINGTRAIN)):
+        if not any(path.is_relative_to(folder) for folder in INSTALLED):
             yield str(path)
 
 
