@@ -92,36 +92,57 @@ class _WarmUp(keras.callbacks.Callback):
         self.factor = min(1.0, self.factor + 0.25)
 
 
+def _rows() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((X[:32], Y[:32]))
+
+
+def _once() -> tf.data.Dataset:
+    return _rows().shuffle(9, seed=1)
+
+
+def _again() -> tf.data.Dataset:
+    return _rows().shuffle(32, seed=2)
+
+
 @only(np=2)
-def orders_of_all_epochs_follow_after_a_resume() -> None:
-    """Of pipelines with several shuffles, or repeated ones; rows of validation, and what a callback has set back."""
-    rows = tf.data.Dataset.from_tensor_slices((X[:32], Y[:32]))
+def orders_of_shuffles_follow_after_a_resume() -> None:
+    """Of pipelines with several ones."""
     files = tf.data.Dataset.range(4)
-
-    def once() -> tf.data.Dataset:
-        return rows.shuffle(9, seed=1)
-
-    def again() -> tf.data.Dataset:
-        return rows.shuffle(32, seed=2)
-
-    kinds: dict[str, Callable[[], Any]] = {
-        "two": lambda: once().batch(4).unbatch().shuffle(16, seed=4).batch(8),
-        "repeated": lambda: again().repeat(2).batch(16),
-        "joined": lambda: rows.take(16).shuffle(16, seed=5).concatenate(rows.skip(16).shuffle(16, seed=6)).batch(8),
-        "cached": lambda: again().cache().batch(8),
-        "cached and shuffled": lambda: again().cache().shuffle(8, seed=7).batch(8),
-        "cut": lambda: again().repeat(2).take(40).batch(8),
-        "files": lambda: (
-            files.shuffle(4, seed=3).interleave(lambda n: rows.skip(8 * n).take(8)).shuffle(9, seed=8).batch(8)
+    _orders_follow(
+        two=lambda: _once().batch(4).unbatch().shuffle(16, seed=4).batch(8),
+        joined=lambda: _rows().take(16).shuffle(16, seed=5).concatenate(_rows().skip(16).shuffle(16, seed=6)).batch(8),
+        files=lambda: (
+            files.shuffle(4, seed=3).interleave(lambda n: _rows().skip(8 * n).take(8)).shuffle(9, seed=8).batch(8)
         ),
-        "divided": lambda: once().shuffle(32, seed=9).map(lambda x, y: (2 * x, y)).repeat(2).batch(16),
-        "random": lambda: (
-            tf.data.Dataset.zip(once(), tf.data.Dataset.random(seed=4, rerandomize_each_iteration=True))
+        divided=lambda: _once().shuffle(32, seed=9).map(lambda x, y: (2 * x, y)).repeat(2).batch(16),
+    )
+
+
+@only(np=2)
+def orders_of_repeated_rows_follow_after_a_resume() -> None:
+    """Of a shuffle that is repeated, kept or cut."""
+    _orders_follow(
+        repeated=lambda: _again().repeat(2).batch(16),
+        cached=lambda: _again().cache().batch(8),
+        shuffled=lambda: _again().cache().shuffle(8, seed=7).batch(8),
+        cut=lambda: _again().repeat(2).take(40).batch(8),
+    )
+
+
+@only(np=2)
+def orders_that_rows_draw_follow_after_a_resume() -> None:
+    _orders_follow(
+        random=lambda: (
+            tf.data.Dataset.zip(_once(), tf.data.Dataset.random(seed=4, rerandomize_each_iteration=True))
             .map(lambda row, number: (row[0] + tf.cast(number % 7, tf.float64), row[1]))
             .batch(8)
         ),
-        "py": _FromBegin,
-    }
+        py=_FromBegin,
+    )
+
+
+def _orders_follow(**kinds: Callable[[], Any]) -> None:
+    """Orders of rows in training and validation, and what a callback has set back, go on where a run was killed."""
     for name, make in kinds.items():
         more: dict[str, Any] = {"epochs": 4, "verbose": 0, "shuffle": False}
         more |= {"validation_steps": 2}
@@ -130,7 +151,7 @@ def orders_of_all_epochs_follow_after_a_resume() -> None:
 
         def fit(name: str, *callbacks: Any, more: Any = more, make: Any = make) -> Any:
             model, config = compiled(dense()), options(checkpoint=CheckpointConfig(every_steps=1))
-            more = more | {"validation_data": rows.shuffle(32, seed=10).batch(4)}
+            more = more | {"validation_data": _rows().shuffle(32, seed=10).batch(4)}
             history = ringtrain.fit(model, make(), name=name, callbacks=[_WarmUp(), *callbacks], options=config, **more)
             return model, history.history
 

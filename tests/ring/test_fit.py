@@ -18,7 +18,7 @@ from ringtrain.protocol.cores import count_cores
 
 JOBS = Path(__file__).parent / "run_fit.py"
 ALONE = Path(__file__).parent / "run_fit_alone.py"
-LIMIT_S, START_LIMIT_S = 120, 1800
+LIMIT_S, START_LIMIT_S = 240, 1800
 HANDED_OVER = {"resumed_by_other_ranks", "seeds_go_on_with_another_number_of_ranks"}
 """jobs that 2 ranks begin and 3 continue"""
 

@@ -94,6 +94,7 @@ def measure(config: Config, num_steps: int, turns: int, folder: Path) -> dict[st
     from ringtrain import hvd
     from ringtrain.run import checkpoint, resume, saver
     from ringtrain.run.context import Validation
+    from ringtrain.run.run_folder import RunLock
 
     class TimedSaver(saver.Saver):
         """Times all that the training thread does for a save, including its line in the journal."""
@@ -115,7 +116,7 @@ def measure(config: Config, num_steps: int, turns: int, folder: Path) -> dict[st
     start = resume.Start()
     run: Any = SimpleNamespace(model=model, checkpoints=folder, config=config, numbers=training.numbers, start=start)
     run.clock, run.journal, run.validation = clock, own_journal, Validation()
-    run.lock, run.memory = SimpleNamespace(mirror=None), None
+    run.lock, run.memory = RunLock(), None
     run.strategy, run.checksums = SimpleNamespace(ranks_change=False), {}
     run.users_callbacks, run.callback_state, run.resumes_within_epochs = [], None, False
     timed = TimedSaver(run)

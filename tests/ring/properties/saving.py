@@ -23,6 +23,7 @@ from ringtrain.monitor.journal import Journal
 from ringtrain.protocol.status import StatusLine
 from ringtrain.run import checkpoint, resume, saver
 from ringtrain.run.context import Validation
+from ringtrain.run.run_folder import RunLock
 
 
 @keras.saving.register_keras_serializable(package="tests")
@@ -252,7 +253,7 @@ def _saver(model, folder):
         journal=journal,
         validation=Validation(),
         checksums={},
-        lock=SimpleNamespace(mirror=None),
+        lock=RunLock(),
         memory=None,
         strategy=SimpleNamespace(ranks_change=False),
         users_callbacks=[],
