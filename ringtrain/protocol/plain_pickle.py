@@ -5,6 +5,7 @@ Horovod unpickles data that arrives over the network, and a pickle can call any 
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 import pickletools
@@ -37,8 +38,26 @@ class NotPlain(pickle.UnpicklingError):
     """The pickle contains more than plain values."""
 
 
+def _member(kind: Any, name: Any) -> Any:
+    if not (isinstance(kind, type) and issubclass(kind, enum.Flag) and name in kind.__members__):
+        raise NotPlain(f"got a pickle with the attribute {name} of {kind}, expected plain values")
+    return kind[name]
+
+
+def _either(one: Any, other: Any) -> Any:
+    if not (isinstance(one, enum.Flag) and type(one) is type(other)):
+        raise NotPlain("got a pickle that combines values, expected plain values")
+    return one | other
+
+
+OF_FLAGS = {("builtins", "getattr"): _member, ("_operator", "or_"): _either}
+"""what stands for functions by which Python before 3.11.4 pickles an `enum.Flag`"""
+
+
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in OF_FLAGS:
+            return OF_FLAGS[module, name]
         if (module, name) not in ALLOWED:
             raise NotPlain(f"got a pickle with {module}.{name}, expected plain values")
         return super().find_class(module, name)

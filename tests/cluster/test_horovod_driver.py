@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import io
+import operator
 import os
 import pickle
 import resource
@@ -173,6 +174,32 @@ def test_a_few_bytes_cost_no_memory(data: bytes) -> None:
     with pytest.raises(plain_pickle.NotPlain):
         plain_pickle.loads(data)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 17  # KiB
+
+
+class _Called:
+    """Pickled as a call of a function."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def test_flags_are_read_as_any_python_3_11_pickles_them() -> None:
+    """Before 3.11.4 by functions, which do nothing else here."""
+    kind = HostUpdateResult
+    added = _Called(getattr, kind, "added")
+    assert plain_pickle.loads(pickle.dumps(added)) is kind.added
+    assert plain_pickle.loads(pickle.dumps(_Called(operator.or_, added, kind.removed))) == kind.mixed
+    for wrong in (
+        _Called(getattr, HostsUpdatedRequest, "__init__"),
+        _Called(getattr, kind, "__class__"),
+        _Called(getattr, added, "name"),
+        _Called(operator.or_, 1, 2),
+    ):
+        with pytest.raises(plain_pickle.NotPlain):
+            plain_pickle.loads(pickle.dumps(wrong))
 
 
 def test_a_message_of_a_service_is_signed_short_and_plain(copied: ModuleType, tmp_path: Path) -> None:
