@@ -724,7 +724,7 @@ def another_run_is_not_resumed() -> None:
             32,
         ),
         ("was made with optimizer.name = 'SGD', this run has 'Adam'", compiled(dense(), optimizer=adam), 32),
-        ("of another model", compiled(dense(keras.layers.Dense(8))), 32),
+        ("was made with number of layers 2, this run has 3", compiled(dense(keras.layers.Dense(8))), 32),
         ("was made with loss mse, this run has mae: give fit another name", compiled(dense(), "mae"), 32),
         ("was made with another training data: give fit another name", Y + 1, 32),
     ):
@@ -794,7 +794,7 @@ def what_differs_is_refused() -> None:
             },
         ),
         (
-            "has another model than rank 0",
+            "has another layer 2 than rank 0",
             {"model": compiled(dense(*map(keras.layers.Dense, range(8, 8 + hvd.rank()))))},
         ),
     ):

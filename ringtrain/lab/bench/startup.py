@@ -39,6 +39,7 @@ SAID = {
     "checks": "comparing places, code and packages",
     "data": "reading data",
     "model": "building and compiling the model",
+    "restored": "reading a state, if there is one",
     "agreement": "the same state everywhere; a trial of averaging",
     "start": "the run's folder",
     "training": "the pipeline, tracing and making the first step",
