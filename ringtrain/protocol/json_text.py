@@ -17,6 +17,15 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """Object of a JSON text; {} if it is invalid or another value."""
+    try:
+        value = parse_json(text)
+    except INVALID:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def _integer(digits: str) -> int:
     if len(digits) > 20 or not -(1 << 63) <= int(digits) < 1 << 64:
         raise ValueError(f"got an integer of {len(digits)} digits, expected at most 64 bits")

@@ -172,7 +172,9 @@ class Evaluation(keras.callbacks.Callback):
         finally:
             for seed, value in zip(seeds, kept, strict=True):
                 seed.assign(value)
-        callbacks.end(results_of_metrics(self.model))
+        if callbacks.logs is None:  # this rank had no batch
+            callbacks.logs = results_of_metrics(self.model)
+        callbacks.end()
         self.run.data_set.raise_unreadable()
         return parts
 
@@ -213,7 +215,7 @@ class CallbacksOfShards(CallbacksOfRank):
     """Callbacks that are told once of a rank's evaluation, which is made in as many parts as it has shards.
 
     Attributes:
-        logs: Keras' of the last shard with a batch.
+        logs: Of the last shard with a batch, for `end`.
     """
 
     logs: Mapping[str, Any] | None = None
@@ -227,9 +229,8 @@ class CallbacksOfShards(CallbacksOfRank):
     def begin(self) -> None:
         super().on_test_begin()
 
-    def end(self, results: Mapping[str, Any]) -> None:
-        """Tells of the end; without a batch, with the results of metrics."""
-        super().on_test_end(results if self.logs is None else self.logs)
+    def end(self) -> None:
+        super().on_test_end(self.logs)
 
 
 class CallbacksOfAll(CallbacksOfRank):

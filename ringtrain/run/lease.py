@@ -15,14 +15,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ringtrain.data.data_files import with_retries
 from ringtrain.errors import DataError, RunDirectoryError
 from ringtrain.monitor.journal import printable
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.protocol.json_text import INVALID, parse_json
+from ringtrain.protocol.json_text import parse_object
 from ringtrain.run.run_folder import LEASE, LEASE_EXPIRES_S
 
 RENEWED_S = 20.0
@@ -116,7 +116,7 @@ class Lease:
         if not self._read() and self._created() and not self._others():
             return
         first, begin_s = self._read(), time.monotonic()
-        job = _facts(first).get("job")
+        job = parse_object(first).get("job")
         is_own = _token(first) == self._token  # whose first write was not answered
         if not is_own and not (same_job and job and job == _own_job()):
             why = f"waiting for up to {expires_s:g} s: if that process is lost, its lease expires"
@@ -212,18 +212,10 @@ def _own_job() -> str:
     return Attempt.from_environment(os.environ).job
 
 
-def _facts(text: str) -> Mapping[str, Any]:
-    try:
-        facts = parse_json(text)
-    except INVALID:
-        return {}
-    return facts if isinstance(facts, dict) else {}
-
-
 def _token(text: str) -> str:
-    return str(_facts(text).get("token", ""))
+    return str(parse_object(text).get("token", ""))
 
 
 def _holder(text: str) -> str:
-    facts = _facts(text)
+    facts = parse_object(text)
     return printable(f"process {facts.get('process', '?')} on {facts.get('host', '?')}")[:200]

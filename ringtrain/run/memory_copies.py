@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from ringtrain import config_io
 from ringtrain.config import Config
 from ringtrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
-from ringtrain.protocol.json_text import INVALID, parse_json
+from ringtrain.protocol.json_text import parse_object
 from ringtrain.run import checkpoint, durable
 from ringtrain.run.run_folder import METRICS
 
@@ -369,10 +369,9 @@ def _id_of(folder: Path, start: Start, process: Process) -> str:
 
 def _mark_of(folder: Path) -> dict[str, Any]:
     try:
-        mark = parse_json((folder / MARK).read_text(encoding="utf-8"))
-    except (OSError, *INVALID):
+        return parse_object((folder / MARK).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
-    return mark if isinstance(mark, dict) else {}
 
 
 def _write_mark(folder: Path, run: str, job: str) -> None:

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ringtrain.errors import RunDirectoryError
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.protocol.json_text import INVALID, parse_json
+from ringtrain.protocol.json_text import parse_json, parse_object
 from ringtrain.run import durable
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class RunLock:
                 text = os.pread(own, MAX_BYTES, 0).decode()  # a close of the path would release the lock
             else:
                 text = path.read_text(encoding="utf-8")  # opened anew: file servers then send what it holds now
-            facts = _facts(text)
+            facts = parse_object(text)
             return None if facts == self._facts else facts
         return None
 
@@ -355,17 +355,9 @@ def _requeues(facts: Mapping[str, Any]) -> int:
 def _holder(path: Path) -> dict[str, Any]:
     """Returns host, process and start time of a lock's holder, as far as known."""
     try:
-        return _facts(path.read_text(encoding="utf-8"))
+        return parse_object(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-
-
-def _facts(text: str) -> dict[str, Any]:
-    try:
-        facts = parse_json(text)
-    except INVALID:
-        return {}
-    return facts if isinstance(facts, dict) else {}
 
 
 def _name(holder: Mapping[str, Any]) -> str:

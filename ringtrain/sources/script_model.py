@@ -124,10 +124,14 @@ def _build_eagerly(model: keras.Model, batch: Any) -> None:
     """Builds model, metrics and loss with rows: code that is compiled with `run_eagerly` may need their values."""
     x, y, weights = keras.utils.unpack_x_y_sample_weight(keras.tree.map_structure(_tensor, batch))
     options = {"training": False} if model._call_has_training_arg else {}
+    kept = [*hvd.seeds(model), *hvd.layers_own_variables(model)]  # which a call may change, unlike a trace
+    before = [keras.ops.convert_to_numpy(variable) for variable in kept]
     outputs = model(x, **options)
     model.compute_metrics(x, y, outputs, sample_weight=weights)
     model.reset_metrics()
     model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weights, training=False)
+    for variable, value in zip(kept, before, strict=True):
+        variable.assign(value)
 
 
 def _tensor(leaf: Any) -> Any:

@@ -184,7 +184,7 @@ class Run:
 
     def _owner(self) -> str:
         text = self.bucket.objects.get(f"{FOLDER}/{LEASE}", b"").decode()
-        return lease._facts(text).get("host", "")
+        return lease.parse_object(text).get("host", "")
 
     def _check_newest(self, who: str, what: str) -> None:
         """The newest checkpoint that was reported as copied, or a later one, can be loaded."""
