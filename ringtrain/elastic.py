@@ -84,6 +84,7 @@ class OtherRanks:
             strategy.settle,
             strategy.synced,
             folder="",
+            records="",
             place=Place(planned_ranks=num_ranks),
             start=resume.Start(),
             progress=-1,
@@ -91,11 +92,14 @@ class OtherRanks:
 
     def read_job(self, process: Process) -> Job:
         """The job with the numbers of the current ranks, or of those whose global batch is kept."""
-        config, state = process.config, self.state
-        num_ranks = hvd.run_together(lambda: num_shards(config, hvd.size()))
-        keeps_batch = config.elastic.keep == "global-batch"
+        state = self.state
         if hvd.rank():
             process.lock.release()  # the current rank 0 takes it
+        if not state.folder:
+            consistency.find_start(process)
+        config = process.config
+        num_ranks = hvd.run_together(lambda: num_shards(config, hvd.size()))
+        keeps_batch = config.elastic.keep == "global-batch"
         if not state.folder:
             folder, _ = resume.source_of(config)
             saved = hvd.run_together(lambda: resume.manifest_of(folder) if hvd.rank() == 0 else {})
@@ -140,7 +144,8 @@ class OtherRanks:
             place = _place_of(self._saved, start, job)
             state.place = Place(state.place.planned_ranks, started=time.time(), **place)
         folder = Path(state.folder)
-        hvd.run_together(lambda: process.lock.take(folder, same_job=True) if rank == 0 else None)
+        numbers, records = job.numbers, state.records
+        hvd.run_together(lambda: consistency.take_over(process, folder, numbers, records) if rank == 0 else None)
         event, facts = _resized(state, strategy, process)
         log = ""
         if not strategy.has_log:

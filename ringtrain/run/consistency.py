@@ -167,8 +167,6 @@ def _fetch(process: Process) -> bool:
     from ringtrain.run.mirror import Mirror
 
     config, lock = process.config, process.lock
-    if process.strategy.ranks_change:
-        raise ConfigError("run.mirror does not work in elastic jobs, whose rank 0 changes: leave one out")
     if not config.run.name:
         raise ConfigError("run.mirror needs the name by which a start on another host finds the run: give --run.name")
     if PASSWORD.search(config.run.mirror):
@@ -189,14 +187,8 @@ def _fetch(process: Process) -> bool:
     return bool(checkpoint.saved_in(folder / "checkpoints"))
 
 
-def restore(
-    process: Process, job: Job, numbers: Numbers, is_trained: Callable[[Start], bool]
-) -> tuple[Start, Mapping[str, Any]]:
-    """Restores the newest checkpoint of the run on every rank, if it has one. Collective.
-
-    Returns the position from which the run starts and, if the run is complete, its summary.json, which rank 0 then
-    prints.
-    """
+def find_start(process: Process) -> None:
+    """Brings a run's newest state to rank 0's disk, and decides which checkpoint it begins from. Collective."""
     from ringtrain import hvd
     from ringtrain.run import resume
 
@@ -215,6 +207,19 @@ def restore(
     has_left = has_left or is_begun
     if hvd.broadcast_object(has_left, root_rank=0, name="ringtrain_has_left_its_source"):
         process.config = with_values(process.config, {"run.resume": "auto"})
+
+
+def restore(
+    process: Process, job: Job, numbers: Numbers, is_trained: Callable[[Start], bool]
+) -> tuple[Start, Mapping[str, Any]]:
+    """Restores the checkpoint that `find_start` has decided on, on every rank, if there is one. Collective.
+
+    Returns the position from which the run starts and, if the run is complete, its summary.json, which rank 0 then
+    prints.
+    """
+    from ringtrain import hvd
+    from ringtrain.run import resume
+
     # The newest valid checkpoint, from rank 0's disk: the ranks need no common one.
     config = process.config
     of_name = {name: text for name, text in job.checksums.items() if name in job.of_name}
@@ -257,6 +262,7 @@ class FromCheckpoint:
 
     def restore(self, process: Process, job: Job) -> tuple[Start, Mapping[str, Any]]:
         num_steps = job.numbers.num_steps
+        find_start(process)
         return restore(process, job, job.numbers, lambda start: start.global_step >= num_steps)
 
     def open_folder(self, process: Process, job: Job, start: Start) -> Opening:
@@ -340,8 +346,7 @@ def make_folder(process: Process, numbers: Numbers, start: Start) -> Path:
             reuse=lock.folder is not None and (config.run.resume != "never" or process.attempt.number > 0),
         )
         lock.take(folder)
-        derived = "".join(f"# {name} = {value}\n" for name, value in dataclasses.asdict(numbers).items())
-        durable.write(folder / "config.toml", f"# derived:\n{derived}\n{config_io.to_toml(config)}")
+        _write_config(folder, config, numbers)
         return folder
 
     # The others get its name. Checkpoints after the one that training resumes from belong to a past that is left.
@@ -357,3 +362,34 @@ def make_folder(process: Process, numbers: Numbers, start: Start) -> Path:
 
         hvd.run_together(remove_later)
     return folder
+
+
+def _write_config(folder: Path, config: Config, numbers: Numbers) -> None:
+    derived = "".join(f"# {name} = {value}\n" for name, value in dataclasses.asdict(numbers).items())
+    durable.write(folder / "config.toml", f"# derived:\n{derived}\n{config_io.to_toml(config)}")
+
+
+def take_over(process: Process, folder: Path, numbers: Numbers, records: str) -> None:
+    """Lets a rank that has become rank 0 write to the folder of its run, which its host may not have. On rank 0.
+
+    Args:
+        records: Content of metrics.jsonl so far; "" if it is not known.
+    """
+    config, lock = process.config, process.lock
+    if lock.folder == folder:
+        return
+    is_here = (folder / "config.toml").is_file()
+    if not is_here:
+        run_folder.make_subfolders(folder)
+    lock.take(folder, same_job=True)
+    if config.run.mirror:
+        from ringtrain.run.mirror import Mirror
+
+        lock.mirror = Mirror(config.run.mirror, config.run.name, same_job=True)
+        lock.mirror.fetch_missing(folder)
+    if len(run_folder.records_of(folder)) < len(records):
+        durable.write(folder / run_folder.METRICS, records)
+    if not is_here:
+        _write_config(folder, config, numbers)
+        text = f"{folder} is made on {socket.gethostname()}, the host of rank 0 now"
+        print(f"ringtrain: {text}", file=sys.stderr, flush=True)

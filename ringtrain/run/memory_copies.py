@@ -52,8 +52,6 @@ MARK = "memory.json"
 KEEP = 2
 PIECE_BYTES = 1 << 26
 """of a file that are sent to rank 0 in one message"""
-MAX_RECORDS_BYTES = 1 << 20
-"""of metrics.jsonl, up to which a copy has it"""
 
 
 @dataclass(frozen=True)
@@ -455,14 +453,6 @@ def _install(arriving: _Arriving, copy: Copy, run: Path, config: Config) -> str:
         return f"{error.filename or run}: {error.strerror}"
     finally:
         shutil.rmtree(arriving.folder, ignore_errors=True)
-    return ""
-
-
-def records_of(run: Path) -> str:
-    """Metrics of the epochs so far, for a copy; "" if they are too many."""
-    with contextlib.suppress(OSError):
-        if (run / METRICS).stat().st_size <= MAX_RECORDS_BYTES:
-            return (run / METRICS).read_text(encoding="utf-8")
     return ""
 
 

@@ -110,11 +110,26 @@ class Mirror:
             for name in self._files_there():  # the checkpoint last: with it, the local folder is as far
                 self._get(name, folder / name)
             fetched = self._fetch_whole(self._there[step], folder / "checkpoints")
+        self._fetch_later(folder)
+        return fetched
+
+    def fetch_missing(self, folder: Path) -> None:
+        """Copies the run's files that are not in a local folder; checkpoints follow during training.
+
+        For a job that goes on with a later state than that of the checkpoints.
+        """
+        self._there = {checkpoint.step_of(name): name for name in self._complete()}
+        for name in self._files_there():
+            if not (folder / name).exists():
+                self._get(name, folder / name)
+        self._fetch_later(folder)
+
+    def _fetch_later(self, folder: Path) -> None:
+        """Lets the thread fetch the checkpoints that are not in a local folder, before it copies anything."""
         local = {checkpoint.step_of(path.name) for path in checkpoint.saved_in(folder / "checkpoints")}
         with self._changed:
             self._missing = [name for step, name in self._there.items() if step not in local]
             self._folder = folder
-        return fetched
 
     def _fetch_whole(self, name: str, local: Path) -> Path | None:
         """Copies a checkpoint to a local folder; None if it is damaged, which is reported."""

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 METRICS = "metrics.jsonl"
 STEPS = "steps.jsonl"
+MAX_RECORDS_BYTES = 1 << 20
+"""of metrics.jsonl, up to which other hosts get it"""
 NO_METRICS = (
     "epoch",
     "global_step",
@@ -79,14 +81,19 @@ def create_folder(parent: Path, name: str, number_if_taken: bool, reuse: bool = 
                 raise RunDirectoryError(f"{candidate}: exists already: choose another --run.name, or delete it")
             number += 1
             candidate = parent / f"{name}-{number}"
-        for folder in (candidate / "checkpoints", candidate / "tensorboard", candidate / "logs"):
-            folder.mkdir(exist_ok=True)
+        make_subfolders(candidate)
         durable.flush(parent)
     except OSError as error:
         raise RunDirectoryError(
             f"{candidate}: cannot be created: {error.strerror}: choose another --run.directory"
         ) from error
     return candidate
+
+
+def make_subfolders(folder: Path) -> None:
+    """Makes the folders in a run folder."""
+    for name in ("checkpoints", "tensorboard", "logs"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
 
 
 def _claimed(folder: Path, only_new: bool) -> bool:
@@ -363,6 +370,14 @@ def _holder(path: Path) -> dict[str, Any]:
 def _name(holder: Mapping[str, Any]) -> str:
     process, host, since = (holder.get(key, "?") for key in ("process", "host", "since"))
     return f"process {process} on {host} since {since}"
+
+
+def records_of(folder: Path) -> str:
+    """Metrics of a run's epochs so far, as in metrics.jsonl, for other hosts; "" if there are none, or too many."""
+    with contextlib.suppress(OSError):
+        if (folder / METRICS).stat().st_size <= MAX_RECORDS_BYTES:
+            return (folder / METRICS).read_text(encoding="utf-8")
+    return ""
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:

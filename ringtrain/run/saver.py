@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from ringtrain import hvd
 from ringtrain.errors import CheckpointError, NonFiniteLoss, RunDirectoryError
-from ringtrain.run import checkpoint, memory_copies, model_state, tracking
+from ringtrain.run import checkpoint, model_state, run_folder, tracking
 from ringtrain.run.callback_state import CallbackState
 from ringtrain.run.model_state import Arrays
 
@@ -148,7 +148,7 @@ class Saver(keras.callbacks.Callback):
         if hvd.rank() == 0:
             facts, arrays = self._facts()
         if to_memory:
-            facts["records"] = memory_copies.records_of(self.folder.parent)
+            facts["records"] = run_folder.records_of(self.folder.parent)
             with hvd.during("reduce"):
                 facts, arrays = hvd.broadcast_object((facts, arrays), 0, name="ringtrain_facts")
         writes_to_disk, memory = to_disk and hvd.rank() == 0, self.memory if to_memory else None

@@ -22,7 +22,7 @@ from ringtrain.optim import optimizers, schedules
 from ringtrain.optim.step import Step, step_of_all_ranks
 from ringtrain.optim.sums import SumsOverRanks
 from ringtrain.protocol.env import SLOT
-from ringtrain.run import devices, evaluation, resume
+from ringtrain.run import devices, evaluation, resume, run_folder
 from ringtrain.run.callback_state import SharedCallbackState, Snapshot
 from ringtrain.strategies import samples
 from ringtrain.strategies.base import StepsOf
@@ -386,6 +386,9 @@ class Committer(keras.callbacks.Callback):
         # From here on nothing of the epoch's end is undone.
         metrics, monitored = callbacks.saver.metrics, tuple(callbacks.plateau.values)
         self.state.start = dataclasses.replace(self.state.start, metrics=metrics, monitored=monitored)
+        # Another host may have the next rank 0, and no common file system with this one.
+        records = run_folder.records_of(self.run.folder) if self.run.rank == 0 else ""
+        self.state.records = hvd.broadcast_object(records, root_rank=0, name="ringtrain_records")
         self.scheduler.close_epoch()
         if not callbacks.stop.stopped_by:  # else new ranks would find nothing to train
             self.state.commit()

@@ -10,6 +10,7 @@ from typing import Any
 
 import lab
 import launching
+import pytest
 import sample_ledger
 
 from ringtrain.monitor import journal
@@ -95,3 +96,74 @@ def test_a_host_is_cut_off_and_another_one_takes_its_place(three_hosts: lab.Lab,
         return [line for line in lines if not line.startswith("sshd")]
 
     lab.wait_for(lambda: not alive(), TIMEOUT_S, "nothing of the job lives")
+
+
+OWN_DISKS = """
+import json, sys, time
+import keras, numpy as np, ringtrain
+keras.utils.set_random_seed(1)
+draw = np.random.default_rng(1)
+x, y = draw.normal(size=(300, 8)).astype("float32"), draw.normal(size=(300, 1)).astype("float32")
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "tanh"), keras.layers.Dense(1)])
+model.compile("adam", "mse")
+slow = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(float(sys.argv[4])))
+directory, mirror, epochs, _ = sys.argv[1:]
+options = {"run.directory": directory, "run.mirror": mirror, "train.virtual_ranks": 2, "checkpoint.every_steps": 5}
+epochs = int(epochs)
+ringtrain.fit(model, x, y, name="run", batch_size=20, epochs=epochs, verbose=0, callbacks=[slow], options=options)
+"""
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_rank_0_and_its_disk_are_lost(three_hosts: lab.Lab, tmp_path: Path, mirrored: bool) -> None:
+    """Training goes on at the step where it was, on the disk of another host; a mirror of the run goes on, too.
+
+    With a mirror, a later job on a third host begins with that. Weights and metrics are those of one process.
+    """
+    hosts, script, disk = three_hosts, tmp_path / "own.py", Path("/run") / tmp_path.name  # /run: of each host its own
+    script.write_text(OWN_DISKS)
+
+    def results(folder: Path) -> tuple[dict[str, Any], list[Any]]:
+        """Summary, and loss of each epoch."""
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        return json.loads((folder / "summary.json").read_text()), [json.loads(line)["loss"] for line in lines]
+
+    def train(name: str, epochs: int, step_s: float) -> list[str | Path]:
+        mirror = tmp_path / name if mirrored else ""
+        return [script, disk / name, mirror, str(epochs), str(step_s)]
+
+    def launch(slots: str, *words: str) -> list[str | Path]:
+        return ["ringtrain", "launch", "--elastic", "-H", slots, "--min-np", "1", *words, "--", *hosts.warm_python()]
+
+    alone = hosts.run("host1", ["python", *train("alone", 5, 0)], TIMEOUT_S, env=ENVIRONMENT)
+    assert alone.returncode == 0, alone.stderr
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    command = [*launch("host1:1,host2:1", "--blacklist-cooldown", "0", "0"), *train("run", 4, 0.1)]
+    with hosts.start("host3", list(map(str, command)), env=ENVIRONMENT, **pipes) as launched:
+        folder = tmp_path / "run" / "run" if mirrored else hosts.seen_from_here("host1", disk / "run" / "run")
+        saved = folder / "checkpoints"
+        lab.wait_for(lambda: bool([*saved.glob("step-00000020*/manifest.json")]), TIMEOUT_S, "a checkpoint in epoch 2")
+        hosts.cut("host1")
+        said = launched.communicate(timeout=TIMEOUT_S)[0]
+    assert launched.returncode == 0, said
+    assert "is made on host2" in said, said
+
+    undisturbed = results(hosts.seen_from_here("host1", disk / "alone" / "run"))
+    summary, losses = results(hosts.seen_from_here("host2", disk / "run" / "run"))
+    changes = [change for change in summary["resizes"] if change["from"] == 2]
+    assert [(change["to"], change["lost_steps"] <= 1, change["global_step"] >= 20) for change in changes] == [
+        (1, True, True)
+    ], summary["resizes"]
+    assert losses == undisturbed[1][:4]
+    if not mirrored:
+        return
+    assert results(tmp_path / "run" / "run")[0]["checksum"] == summary["checksum"]
+
+    later = hosts.run("host3", [*launch("host3:1"), *train("run", 5, 0)], TIMEOUT_S, env=ENVIRONMENT)
+    said = later.stdout + later.stderr
+    assert later.returncode == 0 and "copied from there: step-00000060" in said, said
+    assert not hosts.seen_from_here("host1", disk / "run" / "run" / "summary.json").exists()
+    for folder in (hosts.seen_from_here("host3", disk / "run" / "run"), tmp_path / "run" / "run"):
+        summary, losses = results(folder)
+        assert summary["checksum"] == undisturbed[0]["checksum"]
+        assert losses == undisturbed[1]
