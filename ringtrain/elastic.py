@@ -94,7 +94,7 @@ class OtherRanks:
         """The job with the numbers of the current ranks, or of those whose global batch is kept."""
         state = self.state
         if hvd.rank():
-            process.lock.release()  # the current rank 0 takes it
+            process.lock.release(to_own_job=True)  # the current rank 0 takes it
         if not state.folder:
             consistency.find_start(process)
         config = process.config

@@ -387,6 +387,7 @@ def take_over(process: Process, folder: Path, numbers: Numbers, records: str) ->
 
         lock.mirror = Mirror(config.run.mirror, config.run.name, same_job=True)
         lock.mirror.fetch_missing(folder)
+        lock.mirror.add(folder)  # the former rank 0 may not have copied all
     if len(run_folder.records_of(folder)) < len(records):
         durable.write(folder / run_folder.METRICS, records)
     if not is_here:

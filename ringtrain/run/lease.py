@@ -110,6 +110,13 @@ class Lease:
             if not self.is_lost and _token(self._read()) == self._token:
                 self.store.rm_file(self.file)
 
+    def hand_over(self) -> None:
+        """Leaves it to another process of the job, which takes it over; it counts as lost from now on."""
+        with self._is_checked:  # no renewal is under way, which would overwrite the other's
+            self._taken_by = "another rank of this job"
+        self._is_released.set()
+        self.on_loss()
+
     def _take(self, same_job: bool, expires_s: float) -> None:
         """Writes the lease, at once or when its holder has not renewed it for a while."""
         # Read first: a store without conditional writes would overwrite it.
@@ -187,7 +194,8 @@ class Lease:
                 self._confirmed_s = read_s
 
         with self._is_checked:
-            with_retries(renew, self.url, f"{self.url}: cannot be written")
+            if not self.is_lost:
+                with_retries(renew, self.url, f"{self.url}: cannot be written")
 
     def _read(self) -> str:
         def read() -> str:

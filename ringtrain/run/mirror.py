@@ -224,6 +224,13 @@ class Mirror:
         self._thread.join()
         self.lease.release()
 
+    def hand_over(self) -> None:
+        """Leaves the copy to another rank of the job, at once: nothing more is copied after the file under way."""
+        atexit.unregister(self.close)
+        if self in _open:
+            _open.remove(self)
+        self.lease.hand_over()
+
     def summary(self) -> dict[str, Any]:
         """Facts for summary.json."""
         return {"url": self.url, "seconds": self.seconds, "failed": self.failures}

@@ -252,9 +252,11 @@ class RunLock:
             return None if facts == self._facts else facts
         return None
 
-    def release(self) -> None:
-        """Releases the lock, if this process holds it."""
-        if self.mirror:
+    def release(self, to_own_job: bool = False) -> None:
+        """Releases the lock, if this process holds it. With `to_own_job`, another rank takes it, and waits for it."""
+        if self.mirror and to_own_job:
+            self.mirror.hand_over()
+        elif self.mirror:
             self.mirror.close()
         self.mirror = None
         self._close()

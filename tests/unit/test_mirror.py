@@ -106,6 +106,36 @@ def test_an_unfinished_copy_is_no_checkpoint_and_a_damaged_one_is_left_out(quick
     last.close()
 
 
+def test_another_rank_of_the_job_goes_on(quick, tmp_path, monkeypatch):
+    """With another disk: files that it has stay, and the checkpoints of the first follow."""
+    monkeypatch.setenv(ATTEMPT, Attempt(job="j").to_json())
+    first, second, there = saved(tmp_path / "1" / "r", 10), tmp_path / "2" / "r", tmp_path / "there"
+    copy = Mirror(str(there), "r")
+    copy.finish(first)
+    saved(first, 20)
+    copy.finish(first)
+    (second / "logs").mkdir(parents=True)
+    (second / "logs" / "journal-0.jsonl").write_text("own")
+    copy.hand_over()
+    saved(first, 25)
+    copy.add(first)
+    with pytest.raises(RunDirectoryError, match="another rank of this job"):
+        copy.finish(first)
+
+    other = Mirror(str(there), "r", same_job=True)
+    other.fetch_missing(second)
+    assert (second / "metrics.jsonl").read_text() == "20\n"
+    assert (second / "logs" / "journal-0.jsonl").read_text() == "own"
+    other.finish(second)
+    assert steps_in(second) == steps_in(there / "r") == names(10, 20)
+    saved(second, 30)
+    other.finish(second)
+    other.close()
+    assert steps_in(there / "r") == names(10, 20, 30)
+    assert (there / "r" / "logs" / "journal-0.jsonl").read_text() == "{}\n"  # as `saved` has written it
+    assert not (there / "r" / LEASE).exists()
+
+
 def test_one_job_writes_at_a_time(quick, tmp_path, monkeypatch):
     monkeypatch.delenv(ATTEMPT, raising=False)
     first = Mirror(str(tmp_path), "r")
