@@ -86,6 +86,7 @@ class Run(keras.callbacks.Callback):
         model, epochs = self.model, self.params["epochs"]
         batches = (0, socket.gethostname(), self.params["steps"], epochs)
         refuse_other_batches(hvd.allgather_object(batches, name="ringtrain_batches"))
+        self._end_failed()
         config = self._config()
         strategies.prepare(config)
         if hvd.elastic.is_on():
@@ -165,6 +166,13 @@ class Run(keras.callbacks.Callback):
             summary, exit_code = train.finish(run)
         self.checksum = summary["checksum"]
         keras_fit.end_by_signal(exit_code)
+
+    def _end_failed(self) -> None:
+        """Ends a run whose `fit` has failed outside this callback, before the next one begins."""
+        run, self._run = self._run, None
+        if run is not None:
+            self._training.close()
+            run.lock.release()
 
     def _restore_history(self) -> None:
         """Gives Keras' History the metrics of the epochs that earlier starts have trained."""

@@ -214,15 +214,16 @@ def start(options: Config | Mapping[str, Any] | None = None, num_devices: int = 
         options: The same as for `fit`.
         num_devices: GPUs of this rank, or logical CPUs without GPUs, for a model that `hvd.split` divides.
     """
+    # As in train.setup: Horovod reads its settings when it starts, and TensorFlow takes a GPU at its first use.
+    config = options_of("ringtrain.start", options)
+    strategies.prepare(config)
     from ringtrain import hvd
     from ringtrain.run import devices
 
-    # As in train.setup: Horovod reads its settings when it starts, and TensorFlow takes a GPU at its first use.
-    config = options_of("ringtrain.start", options)
     hvd.configure(config.hvd)
+    hvd.elastic.listen()
     hvd.init()
-    place, one_thread = (hvd.local_rank(), hvd.local_size()), config.train.virtual_ranks > 0
-    hvd.run_together(lambda: devices.pin_late(*place, config.device, num_devices, one_thread))
+    devices.pin_script(config.device, num_devices, one_thread=config.train.virtual_ranks > 0)
 
 
 def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArguments) -> keras.callbacks.History:

@@ -202,8 +202,8 @@ def _with_timeline(config: Config) -> tuple[Config, str]:
     if config.tracking.timeline_steps:
         if hvd.is_initialized() and os.environ.get(HOROVOD_TIMELINE) != "DYNAMIC":
             raise ConfigError(
-                "tracking.timeline_steps: Horovod was started in this process without a timeline: start a process of"
-                " its own for this run"
+                "tracking.timeline_steps: Horovod was started in this process before, without a timeline: leave out"
+                " ringtrain.start() and hvd.init(), and start a process of its own for this run"
             )
         os.environ[HOROVOD_TIMELINE] = "DYNAMIC"
     if file:
@@ -392,6 +392,8 @@ def training(run: RunContext) -> Iterator[None]:
             stack.enter_context(_monitored(run, run.monitor))
         run.callbacks = Callbacks(run, progress)
         stack.enter_context(run.callbacks.trackers)
+        # Also after a failure: before this process or another rank saves the same step.
+        stack.callback(run.callbacks.saver.wait)
         yield
         # Only now, as all is saved: a run that was stopped resumes with each rank's own weights and statistics.
         hvd.end_round(run.model)

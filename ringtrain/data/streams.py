@@ -169,8 +169,12 @@ class Stream(Split):
             self._num_unread = max(num_unread, self._num_unread)
             self._num_begun = max(epoch + 1, self._num_begun)
         batches = iter(rows)
-        for _ in range(skipped):
-            next(batches)
+        for number in range(skipped):
+            if next(batches, None) is None:
+                raise DataError(
+                    f"ringtrain.fit: the training data end after {number} batches, of which this run has trained"
+                    f" {skipped}: pass the same data as before, or give fit another name"
+                )
             _advance()
         self._open = batches if self.is_endless else None
         return batches

@@ -239,8 +239,9 @@ class CheckInSyncCallback(keras.callbacks.Callback):
         self._warned = False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._steps += 1
-        if self._steps % self.every_steps == 1 % self.every_steps:
+        before = self._steps
+        self._steps += self.model.steps_per_execution
+        if (before - 1) // self.every_steps < (self._steps - 1) // self.every_steps:
             self._check()
 
     def on_train_end(self, logs: Any = None) -> None:

@@ -156,6 +156,8 @@ def run_together(action: Callable[[], T], of_script: bool = False) -> T:
     is_expected = False
     try:
         result = action()
+    except OutOfSync:  # of a collective in it, on all ranks
+        raise
     except Exception as error:
         failure = error
         is_expected = isinstance(error, RingtrainError | OSError)
@@ -168,8 +170,13 @@ def run_together(action: Callable[[], T], of_script: bool = False) -> T:
         if not is_expected:
             message = f"{type(error).__name__}: {error}"
         report = kind, message, socket.gethostname()
-    with during("reduce"):
-        reports = allgather_object(report, name="ringtrain_run_together")
+    try:
+        with during("reduce"):
+            reports = allgather_object(report, name="ringtrain_run_together")
+    except OutOfSync:
+        if failure is not None:  # the others are still in the action, in a collective of it: this error is the cause
+            raise failure from None
+        raise
     if failure is not None and not is_expected:
         raise failure
     for rank, other in enumerate(reports):

@@ -15,6 +15,8 @@ from uuid import UUID
 from ringtrain.config import Config, DeviceConfig
 from ringtrain.errors import DeviceError
 from ringtrain.protocol.cores import cores_of_job, count_cores, num_threads
+from ringtrain.protocol.env import SLOT
+from ringtrain.run.context import alone
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,23 @@ def pin_late(
     if one_thread:
         tf.config.experimental.enable_op_determinism()
     return Pinning(gpu=gpus.index(visible[0]))
+
+
+def slot() -> int:
+    """Number of this rank's slot on its host: the local rank, unless ranks are missing, which keep their GPUs."""
+    from ringtrain import hvd
+
+    return int(os.environ.get(SLOT, hvd.local_rank()))
+
+
+def pin_script(options: DeviceConfig, num_devices: int = 1, one_thread: bool = False) -> Pinning:
+    """Pins this rank in a script, on all ranks together unless they join and leave: others may then be training."""
+    from ringtrain import hvd
+
+    place = slot(), hvd.local_size()
+    together = alone if hvd.elastic.is_on() else hvd.run_together
+    pinning: Pinning = together(lambda: pin_late(*place, options, num_devices, one_thread))
+    return pinning
 
 
 def missing_gpu(pinning: Pinning, nccl: bool, environ: Mapping[str, str] = os.environ) -> str:

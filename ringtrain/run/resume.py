@@ -264,6 +264,9 @@ def restore(
     hvd.global_seed(create=True)
     for copy, state in enumerate(own_states):
         model_state.assign(model_state.own_variables(model), state, copy)
+    # Sums of other data, or of other metrics, do not belong to those of this run's first epoch.
+    if any(start.checksums.get(name, text) != text for name, text in of_name.items()):
+        return start
     return dataclasses.replace(start, metrics_state=tuple(metrics.values()))
 
 

@@ -208,8 +208,8 @@ def _set_dtypes_and_seed(config: Config) -> None:
     """Sets the dtypes of this process, and the same seed on all ranks, so that their first weights are the same."""
     import keras
 
-    if config.train.precision == "float64":
-        keras.config.set_floatx("float64")  # of losses and metrics
+    # Of losses and metrics; an earlier run of this process may have had another.
+    keras.config.set_floatx("float64" if config.train.precision == "float64" else "float32")
     keras.config.set_dtype_policy(config.train.precision)
     keras.utils.set_random_seed(config.seed)
 

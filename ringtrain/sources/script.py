@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,6 @@ from ringtrain.hvd.keras_patches import layers_of
 from ringtrain.monitor import fault_injection
 from ringtrain.optim.optimizers import first_and_largest_rate
 from ringtrain.protocol.cores import num_threads
-from ringtrain.protocol.env import SLOT
 from ringtrain.protocol.for_script import ForScript
 from ringtrain.run import callback_state, consistency, devices, identity, model_state, resume
 from ringtrain.run.context import Job, Process, Validation
@@ -49,15 +47,9 @@ class ModelOfScript(consistency.FromCheckpoint):
         return {}
 
     def pin(self, strategy: Strategy) -> Pinning:
-        options = strategy.config.device
-        if strategy.ranks_change:  # others may be training
-            slot = int(os.environ.get(SLOT, hvd.local_rank()))
-            return devices.pin_late(slot, hvd.local_size(), options, one_thread=strategy.shares_state)
         # The script may have used TensorFlow already. A rank that has ended without this call fails it on the others.
         try:
-            pinning: Pinning = hvd.run_together(
-                lambda: devices.pin_late(hvd.local_rank(), hvd.local_size(), options, one_thread=strategy.shares_state)
-            )
+            pinning: Pinning = devices.pin_script(strategy.config.device, one_thread=strategy.shares_state)
         except tf.errors.UnknownError:
             raise OutOfSync(
                 f"ringtrain.fit: rank {hvd.rank()} has waited for the others, of which one has exited: every rank must"

@@ -47,7 +47,8 @@ def seed_by_rank(model: keras.Model, seed: int) -> None:
         for index, state in enumerate(hvd.seeds(model)):
             draw = np.random.default_rng([seed, hvd.rank(), index])
             state.assign(draw.integers(0, 2**31, state.shape))
-        tf.random.set_seed(seed * hvd.size() + hvd.rank())
+        # Not a small number: rank 0 may have that by the script's own call.
+        tf.random.set_seed(int(np.random.default_rng([seed, hvd.rank()]).integers(2**31)))
     hvd.seed_globally_by_rank(seed)
 
 

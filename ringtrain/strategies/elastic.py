@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +20,6 @@ from ringtrain.hvd import train_step
 from ringtrain.optim import optimizers, schedules
 from ringtrain.optim.step import Step, step_of_all_ranks
 from ringtrain.optim.sums import SumsOverRanks
-from ringtrain.protocol.env import SLOT
 from ringtrain.run import devices, evaluation, resume, run_folder
 from ringtrain.run.callback_state import SharedCallbackState, Snapshot
 from ringtrain.strategies import samples
@@ -98,9 +96,7 @@ class Elastic(Ring):
         self.has_log = False
 
     def begin(self) -> devices.Pinning:
-        # Not the local rank: it is that of another slot while ranks are missing, which have left their GPU.
-        slot = int(os.environ.get(SLOT, hvd.local_rank()))
-        return devices.pin_rank(self.config, slot, hvd.local_size())
+        return devices.pin_rank(self.config, devices.slot(), hvd.local_size())
 
     def make_clock(self, run: RunContext) -> BatchScheduler:
         """Makes the scheduler of a generation."""
@@ -173,12 +169,8 @@ class Elastic(Ring):
         scheduler = cast(BatchScheduler, run.clock)
         scheduler.note_place()
         scheduler.stop = run.callbacks.stop
-        try:
-            with super().training(run) as steps_of:
-                yield steps_of
-        finally:
-            # After a failure: before another rank, or this one again, saves the same step.
-            run.callbacks.saver.wait()
+        with super().training(run) as steps_of:
+            yield steps_of
         scheduler.write_down()
 
     def summary(self, run: RunContext) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class Counting(keras.callbacks.Callback):
 
 
 def main() -> None:
+    ringtrain.start()
     keras.utils.set_random_seed(3)
     x = np.random.default_rng(0).normal(size=(314, 8)).astype("float32")
     y = np.tanh(x.sum(1, keepdims=True))

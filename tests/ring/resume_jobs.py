@@ -165,6 +165,26 @@ def _orders_follow(**kinds: Callable[[], Any]) -> None:
 
 
 @only(np=2)
+def metrics_of_another_run_begin_with_this_one() -> None:
+    """Its checkpoint within an epoch, given by its path, has the sums of other metrics."""
+
+    def fit(metrics: list[str], name: str, *callbacks: Any, **more: Any) -> dict[str, list[float]]:
+        config = options(checkpoint=CheckpointConfig(every_steps=1))
+        model = compiled(dense(), metrics=metrics)
+        more = {"name": name, "batch_size": 32, "epochs": 2, "verbose": 0, **more}
+        history: Any = ringtrain.fit(model, X, Y, callbacks=callbacks, options=config, **more)
+        return history.history
+
+    with contextlib.suppress(Killed):
+        fit(["mae"], "other-metrics", KillAfter(2))
+        raise AssertionError("was not killed")
+    saved = OUTPUT / f"runs-{hvd.size()}" / "other-metrics" / "checkpoints" / "step-00000002"
+    for metrics in (["mse"], ["mse", "mae"]):
+        history = fit(metrics, f"from-other-{len(metrics)}", resume=str(saved))
+        np.testing.assert_allclose(history["mse"], history["loss"], rtol=1e-6)
+
+
+@only(np=2)
 def validation_of_the_first_batches_has_the_rows_of_keras() -> None:
     """Each evaluation has its own order of the shuffles; batches of a PyDataset have one for all."""
     rows = tf.data.Dataset.from_tensor_slices((X[:32], Y[:32]))

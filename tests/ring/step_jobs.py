@@ -12,6 +12,7 @@ from fit_alike import SAME, X, Y, compiled, dense, distance, equals_one_process,
 from only import only
 
 import ringtrain
+import ringtrain.hvd as hvd
 from ringtrain.config import Config, TrainConfig
 
 
@@ -53,6 +54,36 @@ class Renamed(Raw):
         logs = super().test_step(data)
         self.total.update_state(tf.square(self(data[0]) - data[1]))
         return {"error": self.total.result(), "twice": logs["twice"]}
+
+
+class Noise(keras.layers.Layer):
+    """Notes random numbers of TensorFlow in each training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if not training:
+            return inputs
+        seen = tf.numpy_function(self._note, [tf.random.normal([])], tf.float32)
+        return inputs + tf.cast(0 * tf.ensure_shape(seen, []), inputs.dtype)
+
+    def _note(self, number: Any) -> Any:
+        self.seen.append(float(number))
+        return number
+
+
+@only(np=2)
+def numbers_of_tensorflow_differ_between_ranks() -> None:
+    """Also if the script has given rank 0 a small seed."""
+    for seed in (0, 1):
+        noise = Noise()
+        model = compiled(dense(noise))
+        keras.utils.set_random_seed(seed)
+        ringtrain.fit(model, X, Y, name=f"noise-{seed}", options=options(), **SAME)
+        of_ranks = hvd.allgather_object(noise.seen[-6:])
+        assert not {*of_ranks[0]} & {*of_ranks[1]}, of_ranks
 
 
 class Triplets(keras.Model):

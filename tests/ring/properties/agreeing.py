@@ -263,6 +263,15 @@ def ranks_fail_together_or_not_at_all():
     prefix = "" if own else f"rank {hvd.size() - 1} on {socket.gethostname()}: "
     assert message == f"{prefix}train-images.gz: not there"
 
+    def missing_before_a_collective():
+        missing_on_last()
+        hvd.allgather_object(0, name="within")
+
+    if hvd.size() > 1:
+        expected = DataError if own else OutOfSync
+        message = small.raised(expected, lambda: hvd.run_together(missing_before_a_collective))
+        assert "train-images.gz" in message or "within" in message
+
     def unreadable():
         with open("/proc/self/no-such-file"):
             pass
