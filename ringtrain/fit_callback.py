@@ -95,7 +95,7 @@ class Run(keras.callbacks.Callback):
         process = train.setup(config, source, None, journal.Stages())
         with contextlib.ExitStack() as stack:
             stack.enter_context(script_model.unchanged_afterwards(model, seeds_ranks=False))
-            with keras_fit.journaled(process):
+            with train.journaled(process):
                 run = train.agree(process)
             if not isinstance(run, RunContext):
                 self.folder, self.checksum = Path(config.run.directory) / self.name, run["checksum"]
@@ -156,7 +156,7 @@ class Run(keras.callbacks.Callback):
             stop.stopped_by = console.A_CALLBACK
         self._call("on_train_end", logs, after_others=True)
         self._run = None
-        with keras_fit.journaled(run):
+        with train.journaled(run):
             if run.clock.epoch_complete:
                 run.callbacks.saver.finish()
             else:  # it would not resume within an epoch
@@ -266,7 +266,7 @@ class Run(keras.callbacks.Callback):
                 getattr(callback, hook)(*arguments)
         except BaseException as error:
             run, self._run = self._run, None
-            with keras_fit.journaled(run), self._training:
+            with train.journaled(run), self._training:
                 raise error
 
 

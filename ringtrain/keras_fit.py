@@ -20,7 +20,6 @@ from ringtrain.config import Config, changed_options, with_values
 from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.monitor import journal
 from ringtrain.protocol.for_script import ForScript
-from ringtrain.run.context import Process
 
 if TYPE_CHECKING:
     import keras
@@ -258,7 +257,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     source = script.ScriptSource(config, model, arguments)
     process = train.setup(config, source, None, journal.Stages())
     may_be_compiled = not hvd.ranks_reduce() and not process.strategy.shares_state and not config.train.jit
-    with script_model.unchanged_afterwards(model, may_be_compiled=may_be_compiled), journaled(process):
+    with script_model.unchanged_afterwards(model, may_be_compiled=may_be_compiled), train.journaled(process):
         run, summary, exit_code = train.to_the_end(process)
     # A signal has ended all ranks after the same step; the script must not go on as if training were complete.
     end_by_signal(exit_code)
@@ -302,18 +301,6 @@ def _short(
     if arguments.batch_per_rank:  # as many rows on any number of ranks
         values |= {"batch_size": (arguments.batch_size or 32) * from_command.ranks, "batch_per_rank": False}
     return dataclasses.replace(arguments, **values)
-
-
-@contextlib.contextmanager
-def journaled(process: Process) -> Iterator[None]:
-    """Writes an error to the run's journal, and unlocks the run's folder."""
-    # Reports on failures read the journal. A lock that stays would keep the script's next call out of the folder.
-    try:
-        yield
-    except Exception as error:
-        process.journal.write_failure(error)
-        process.lock.release()
-        raise
 
 
 def end_by_signal(exit_code: int) -> None:

@@ -106,7 +106,7 @@ class Loop:
         process = train.setup(self.config, self.source, None, journal.Stages())
         with contextlib.ExitStack() as stack:
             stack.enter_context(script_model.unchanged_afterwards(self.model))
-            with keras_fit.journaled(process):
+            with train.journaled(process):
                 run = train.agree(process)
             if not isinstance(run, RunContext):
                 self._restore_result(process.config, run)
@@ -138,7 +138,7 @@ class Loop:
             if run:
                 run.lock.release()
             return
-        with self._around, keras_fit.journaled(run):
+        with self._around, train.journaled(run):
             self._end_open_step()
             # A script that has left its loops before their end has decided to stop.
             stop = run.callbacks.stop

@@ -18,6 +18,7 @@ import functools
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -109,10 +110,17 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
         if group.rank:
             return {}, worker.supervise(config, group)  # a server or a worker, controlled by rank 0
     process = setup(config, source, group, stages)
-    # A report on the failure reads the journal. A lock that stays would keep the next attempt out of the folder.
-    try:
+    with journaled(process):
         _, summary, exit_code = to_the_end(process)
-        return summary, exit_code
+    return summary, exit_code
+
+
+@contextlib.contextmanager
+def journaled(process: Process) -> Iterator[None]:
+    """Writes an error to the run's journal, and unlocks the run's folder."""
+    # Reports on failures read the journal. A lock that stays would keep the process's next run out of the folder.
+    try:
+        yield
     except Exception as error:
         process.journal.write_failure(error)
         process.lock.release()
@@ -144,6 +152,8 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
     from ringtrain.run import resume, stopping, tracking
 
     stages.done("libraries")
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("a run needs the main thread, which gets the signals that end it: train in that")
     # Horovod reads its settings once, when it starts; a timeline in them becomes the run's, which begins later.
     hvd.configure(config.hvd)
     hvd.elastic.listen()
@@ -427,6 +437,8 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
         run.together(lambda: _publish(run, summary))
     else:
         _publish(run, summary)
+    if run.timeline:
+        run.timeline.close()  # last: with many ranks and steps it takes a while
     # Whatever becomes of the mirror, the folder is free for the next run, and servers and workers end.
     try:
         _finish_mirror(run, run.folder, exit_code=stop.exit_code)
@@ -439,15 +451,13 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
 
 
 def _publish(run: RunContext, summary: Mapping[str, Any]) -> None:
-    """Sends the run to its trackers, which get all of its files, and writes its timeline."""
+    """Sends the run to its trackers, which get all of its files."""
     if run.callbacks.trackers.links:
         from ringtrain.lab.report import cli as report
 
         with contextlib.suppress(Exception):  # the run is complete without its page
             report.write_page(run.folder)
         run.callbacks.trackers.end(run.callbacks.stop.exit_code, summary)
-    if run.timeline:
-        run.timeline.close()  # last: with many ranks and steps it takes a while
 
 
 def _finish_mirror(process: Process, folder: Path, exit_code: int = 0) -> None:

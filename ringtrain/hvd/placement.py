@@ -10,6 +10,7 @@ import tensorflow as tf
 import ringtrain
 from ringtrain.errors import PlacementError
 from ringtrain.hvd.backend import horovod
+from ringtrain.hvd.process import elastic
 from ringtrain.protocol.env import ALONE, COLLECTIVES
 from ringtrain.protocol.launcher_args import expectation
 from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference, table
@@ -21,7 +22,7 @@ CPU = "CPU:0"
 def check_local_placement() -> None:
     """Compares this rank's placement with the plan, without a collective; raises PlacementError with a table."""
     # No collective: a process that is alone in its world by mistake cannot reach the others.
-    if os.environ.get("HOROVOD_ELASTIC") == "1" or os.environ.get(COLLECTIVES) == ALONE:
+    if elastic() or os.environ.get(COLLECTIVES) == ALONE:
         return  # elastic ranks join and leave; with parameter servers, ranks were checked before
     expected = expectation(os.environ)
     if expected is None:
@@ -61,8 +62,7 @@ def check_placement(device: str = "") -> None:
     if os.environ.get(COLLECTIVES) == ALONE:
         return
     local = RankPlacement(horovod.rank(), horovod.size(), socket.gethostname(), horovod.local_rank(), device)
-    elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-    expected = None if elastic else expectation(os.environ)
+    expected = None if elastic() else expectation(os.environ)
     report = (local, expected, ringtrain.__version__)
     with tf.device(CPU):
         if horovod.size() > 1:

@@ -147,8 +147,9 @@ class Saver(keras.callbacks.Callback):
         arrays = Arrays()
         if hvd.rank() == 0:
             facts, arrays = self._facts()
+            if to_memory:
+                facts["records"] = run_folder.records_of(self.folder.parent)
         if to_memory:
-            facts["records"] = run_folder.records_of(self.folder.parent)
             with hvd.during("reduce"):
                 facts, arrays = hvd.broadcast_object((facts, arrays), 0, name="ringtrain_facts")
         writes_to_disk, memory = to_disk and hvd.rank() == 0, self.memory if to_memory else None

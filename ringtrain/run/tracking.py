@@ -79,7 +79,7 @@ class Recorder(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch
         self.epoch_begin_s = self.epoch_start_s = self.epoch_end_s = time.perf_counter()
-        self.steps_before = self.global_step
+        self.steps_before = self.last_step = self.global_step
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self.run.gradient_norm is not None:
@@ -88,7 +88,7 @@ class Recorder(keras.callbacks.Callback):
             self.run.gradient_norm.want(min(to_record) < self.run.numbers.accumulation_steps)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.epoch_end_s = time.perf_counter()
+        self.epoch_end_s, self.last_step = time.perf_counter(), self.global_step
         if self.run.clock.before == self.first_step:
             self.epoch_start_s, self.steps_before = self.epoch_end_s, self.global_step
         if self.progress.is_due() or self.run.clock.epoch_complete:
@@ -107,7 +107,7 @@ class Recorder(keras.callbacks.Callback):
             self._next_note_s = now_s + max(BETWEEN_NOTES_S, BETWEEN_NOTES * (now_s - self._begin_s))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        steps, seconds = self.global_step - self.steps_before, self.epoch_end_s - self.epoch_start_s
+        steps, seconds = self.last_step - self.steps_before, self.epoch_end_s - self.epoch_start_s
         self.timed_steps += steps
         self.timed_s += seconds
         if not self.run.clock.epoch_complete:
@@ -174,7 +174,7 @@ class Recorder(keras.callbacks.Callback):
         record["images_per_s"] = math.nan
         seconds = self.epoch_end_s - self.epoch_start_s
         if seconds:
-            record["images_per_s"] = (self.global_step - self.steps_before) * self.images_per_step / seconds
+            record["images_per_s"] = (self.last_step - self.steps_before) * self.images_per_step / seconds
         record |= more
         with self._disk_may_be_full():
             self._append(file_name, json.dumps(plain(record), default=_text))

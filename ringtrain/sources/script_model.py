@@ -35,9 +35,8 @@ def build_for_ranks(process: Process, model: keras.Model, train: Any, batch_size
             " hvd.DistributedOptimizer"
         )
     unlike = build(process, model, train, batch_size)
-    if process.strategy.shares_state:
-        return unlike
-    seed_by_rank(model, process.config.seed)
+    if not process.strategy.shares_state:
+        seed_by_rank(model, process.config.seed)
     return unlike
 
 
