@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import sys
 import warnings
@@ -302,7 +303,8 @@ def _metrics_without_sum(model: keras.Model, whole: data.WholeBatches) -> list[s
     if len(whole.rows) < metric_states.NUM_ROWS:
         return names
     not_summed: list[str] = []
-    seen = metric_states.of_test_step(model, whole.rows.rows)
+    rows = functools.partial(whole.rows.sampled, num_samples=metric_states.NUM_ROWS)
+    seen = metric_states.of_test_step(model, rows)
     if seen:
         not_summed = seen.not_over_rows
     not_summed = hvd.broadcast_object(not_summed, root_rank=0, name="ringtrain_not_summed")

@@ -249,10 +249,23 @@ def _why_whole(dataset: Any, again: Container[str]) -> str:
     """The reason, as a phrase, why a dataset cannot be made again for a rank's rows; "": it can."""
     if _is_map(dataset):
         state = pipeline_graph.state_of(dataset._map_func.function)
-        return f"map() with {state}" if state else ""
+        if state:
+            return f"map() with {state}"
+        if again is AGAIN_AFTER_BATCH and _has_rows_of_unknown_shape(dataset):
+            return "map() whose rows have a shape that may depend on the batch, as by padding: set it"
+        return ""
     name = type(dataset).__name__
     in_a_file = name == "CacheDataset" and bool(dataset._filename.numpy())
     return "" if name in again and not in_a_file else f"{name.strip('_').removesuffix('Dataset').lower()}()"
+
+
+def _has_rows_of_unknown_shape(batches: Any) -> bool:
+    import tensorflow as tf
+
+    for spec in tf.nest.flatten(batches.element_spec):
+        if isinstance(spec, tf.TensorSpec) and (spec.shape.rank is None or None in spec.shape[1:]):
+            return True
+    return False
 
 
 def _again(earlier: Any, dataset: tf.data.Dataset) -> Any:

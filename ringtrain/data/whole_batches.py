@@ -57,6 +57,7 @@ def whole_batches(
     import keras
     from keras.src.trainers.data_adapters import array_data_adapter
 
+    x, y = _with_text_tensors(x), _with_text_tensors(y)
     if array_data_adapter.can_convert_arrays((x, y, sample_weight)):
         rows = Arrays(x, y, sample_weight)
         if not batch_size and steps:
@@ -73,6 +74,20 @@ def whole_batches(
         dataset = _with_length(stream.part(numbers.tolist()), len(numbers))
         return WholeBatches(dataset=ahead(dataset), num_batches=len(numbers), checksum=stream.checksum())
     return _of_stream(x, y, sample_weight, steps, rank, size, per_call)
+
+
+def _with_text_tensors(values: Any) -> Any:
+    """A nest with tensors in place of NumPy's texts and of lists of texts, which the tasks of KerasHub take."""
+    import keras
+    import tensorflow as tf
+
+    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+        return tf.constant(values)
+
+    def of_leaf(leaf: Any) -> Any:
+        return tf.constant(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "US" else leaf
+
+    return keras.tree.map_structure(of_leaf, values)
 
 
 def _whole_calls(steps: int | None, per_call: int) -> int | None:

@@ -73,11 +73,13 @@ def sums(metrics: Sequence[Any], reset: Callable[[], None], update: Callable[[in
 
     first, second = (0, NUM_ROWS // 2), (NUM_ROWS // 2, NUM_ROWS)
     names = [metric.name for metric in metrics]
-    over_rows = _unequal(names, states((0, NUM_ROWS)), states(first), states(second))
+    # A state that is no variable, such as a list, cannot be added up over the ranks.
+    elsewhere = [metric.name for metric in metrics if not metric.variables]
+    over_rows = elsewhere + _unequal(names, states((0, NUM_ROWS)), states(first), states(second))
     if all(_is_of_keras(metric) for metric in metrics):
         return Sums(over_rows, [])
     added = states(first, from_zeros=True), states(second, from_zeros=True)
-    over_updates = _unequal(names, states(first, second), states(), *added)
+    over_updates = elsewhere + _unequal(names, states(first, second), states(), *added)
     return Sums(over_rows, over_updates)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 import warnings
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from numpy.typing import NDArray
 
 from ringtrain import data, hvd
@@ -182,7 +184,8 @@ class Evaluation(keras.callbacks.Callback):
         """State of the metrics after a shard of the test samples."""
         if self.test.num_readable(shard):
             calls_before = callbacks.num_calls
-            logs = evaluated(self.model, batches, callbacks)
+            with _prepared(self.model, batches) as words:
+                logs = evaluated(self.model, batches, callbacks, **words)
             metric_of = metrics_behind(logs, results_of_metrics(self.model))
             if callbacks.num_calls > calls_before:  # else all of its samples are unreadable
                 callbacks.logs = logs
@@ -251,11 +254,29 @@ class CallbacksOfAll(CallbacksOfRank):
         super().on_predict_batch_end(batch, logs)
 
 
-def evaluated(model: keras.Model, batches: Any, callbacks: CallbacksOfRank) -> dict[str, Any]:
+@contextlib.contextmanager
+def _prepared(model: keras.Model, batches: Any) -> Iterator[dict[str, Any]]:
+    """Context of an evaluation of batches that are prepared, with arguments for an `evaluate` of the model's own.
+
+    Keras' `fit` has the same: else the tasks of KerasHub would prepare the batches a second time.
+    """
+    if type(model).evaluate is keras.Model.evaluate:
+        yield {}
+        return
+    model._eval_epoch_iterator = TFEpochIterator(
+        model.distribute_strategy, batches, steps_per_execution=model.steps_per_execution
+    )
+    try:
+        yield {"_use_cached_eval_dataset": True}
+    finally:
+        del model._eval_epoch_iterator
+
+
+def evaluated(model: keras.Model, batches: Any, callbacks: CallbacksOfRank, **words: Any) -> dict[str, Any]:
     """Evaluates one rank's batches; returns Keras' logs."""
     with warnings.catch_warnings():  # Keras may not know the number of batches, as with skipped samples
         warnings.filterwarnings("ignore", "Your input ran out of data")
-        logs: dict[str, Any] = model.evaluate(batches, verbose=0, callbacks=callbacks, return_dict=True)
+        logs: dict[str, Any] = model.evaluate(batches, verbose=0, callbacks=callbacks, return_dict=True, **words)
     return logs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -84,7 +85,7 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
     cast(Ring, process.strategy).share_rows(model, batch)
     rows = None
     if isinstance(train, data.NumberedRows) and len(train) >= metric_states.NUM_ROWS:
-        rows = train.rows
+        rows = functools.partial(train.sampled, num_samples=metric_states.NUM_ROWS)
     if process.strategy.shares_state:
         untested = divided.refuse_metrics(model, batch, rows)
         unlike = unlike_one_process(model, batch, rows, process.config.train.virtual_ranks > 0)
