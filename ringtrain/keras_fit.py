@@ -272,7 +272,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
             text = "is complete, this call has trained nothing: raise epochs, or give fit another name"
             print(f"ringtrain: {history.run} {text}", file=sys.stderr, flush=True)
         resume.restore_result(model, history.run, summary, process.config.checkpoint.saved_model)
-        script.restore_history(history, history.run)
+        script.restore_callbacks(arguments.callbacks, history, history.run)
         model.history = history
     _ended.add(history.run.resolve())
     history.checksum = summary["checksum"]

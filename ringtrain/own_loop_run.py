@@ -185,7 +185,7 @@ class Loop:
         if len(models) == 1:
             exported = {"model": models[0]}
         resume.restore_result(self.model, folder, summary, config.checkpoint.saved_model, exported)
-        script.restore_history(self.source.history, folder)
+        script.restore_callbacks((), self.source.history, folder)
         self.checksum = summary["checksum"]
 
     # ---- the loops ---------------------------------------------------------------------------------------------------

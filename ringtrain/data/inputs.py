@@ -56,6 +56,9 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[NumberedRows | Stream,
         elif random_operations:
             texts = ", ".join(operation.text for operation in random_operations)
             stream.advice = f"it has {texts}: give all ranks the same, or pass ringtrain.from_rank_0(dataset)"
+        going_on = [operation.text for operation in random_operations if operation.goes_on]
+        if going_on:
+            stream.on_resume += f"; {', '.join(going_on)} then draws other numbers"
         _check_stream(stream, given)
         if not stream.is_shard and not isinstance(x, FromRank0):
             divide(stream)

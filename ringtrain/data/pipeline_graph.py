@@ -41,10 +41,12 @@ class RandomOperation:
     Attributes:
         text: A phrase that names it.
         always_differs: Whether no seed makes it the same in every process.
+        goes_on: Whether it goes on in a later epoch as it has ended the one before, by a variable that no run saves.
     """
 
     text: str
     always_differs: bool
+    goes_on: bool = False
 
 
 def copy_of(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
@@ -185,7 +187,7 @@ def _operations(graph: Any) -> Iterator[RandomOperation]:
             elif is_parallel and (DRAWS.match(inner.op) or CHANGES.match(inner.op)):
                 yield RandomOperation(f"{kind} with {name} and num_parallel_calls", True)
             elif DRAWS.match(inner.op) or CHANGES.match(inner.op):
-                yield RandomOperation(f"{kind} with {name}", False)
+                yield RandomOperation(f"{kind} with {name}", False, bool(CHANGES.match(inner.op)))
 
 
 def _layer_or_operation(node: Any) -> str:

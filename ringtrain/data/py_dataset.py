@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,9 @@ from ringtrain.errors import DataError
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
+
+
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 
 
 class PyDatasetStream(Stream):
@@ -74,7 +78,14 @@ class PyDatasetStream(Stream):
         return iter(rows)
 
     def begin_evaluation(self, number: int, num_shards: int) -> None:
-        """Does nothing: batches of held-out data have an order of their own."""
+        """Calls the hooks as Keras does, which ends an evaluation and resets its data before the next one."""
+        while self._begun <= number:
+            for _ in range(2 if self._begun else 1):
+                with _seeded(self.seed, self._begun):
+                    self.source.on_epoch_end()
+            with _seeded(self.seed, self._begun, 0):
+                self.source.on_epoch_begin()
+            self._begun += 1
 
     def whole(self, number: int) -> Any:
         """The batch with this number, as a model takes it."""
@@ -98,8 +109,9 @@ class PyDatasetStream(Stream):
                 yield started.popleft().result()
 
     def seeded(self, number: int) -> contextlib.AbstractContextManager[None]:
-        """Context with the random numbers of a batch."""
-        return _seeded(self.seed, self._epoch, 1, number)
+        """Context with the random numbers of a batch, also of generators that the PyDataset has as attributes."""
+        generators = [value for value in vars(self.source).values() if isinstance(value, GENERATORS)]
+        return _seeded(self.seed, self._epoch, 1, number, generators=generators)
 
 
 class RowsOfPyDataset:
@@ -185,14 +197,40 @@ class RowsOfPyDataset:
 
 
 @contextlib.contextmanager
-def _seeded(*seed: int) -> Iterator[None]:
-    """Context with random numbers of Python and NumPy that these numbers determine."""
+def _seeded(*seed: int, generators: Sequence[Any] = ()) -> Iterator[None]:
+    """Context with random numbers of Python, NumPy and these generators that the numbers `seed` determine."""
     python, numpy = random.getstate(), np.random.get_state()
-    words = np.random.SeedSequence([int(one) for one in seed]).generate_state(4)
+    sequence = np.random.SeedSequence([int(one) for one in seed])
+    words = sequence.generate_state(4)
     random.seed(words.tobytes())
     np.random.seed(words)
+    before = [copy.deepcopy(_state_of(generator)) for generator in generators]
+    for generator, own in zip(generators, sequence.spawn(len(generators)), strict=True):
+        if isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = type(generator.bit_generator)(own).state
+        else:
+            generator.seed(int(own.generate_state(1)[0]))
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+        for generator, state in zip(generators, before, strict=True):
+            _set_state(generator, state)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state()
+    return generator.getstate()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.setstate(state)

@@ -201,6 +201,19 @@ def layers_of(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers())
 
 
+def untracked_variables(model: keras.Model) -> dict[str, Any]:
+    """Variables of TensorFlow and Keras in attributes of a model, its layers and losses, that Keras does not track."""
+    known = {id(variable) for variable in (*model.variables, *slots_of(model))}
+    losses = [entry.loss for entry in compiled_losses(model)]
+    found: dict[str, Any] = {}
+    for owner in (*layers_of(model), *losses):
+        for name, value in getattr(owner, "__dict__", {}).items():
+            is_variable = isinstance(value, tf.Variable | keras.Variable)
+            if is_variable and id(value) not in known and not name.startswith("_"):
+                found.setdefault(f"{type(owner).__name__}.{name}", value)
+    return found
+
+
 def has_weights(model: keras.Model) -> bool:
     """Returns whether a model has all its weights: it is built, or all its layers are, as in a GAN without `call`."""
     if model.built:

@@ -218,7 +218,7 @@ def restore(
     prints.
     """
     from ringtrain import hvd
-    from ringtrain.run import resume
+    from ringtrain.run import model_state, resume
 
     # The newest valid checkpoint, from rank 0's disk: the ranks need no common one.
     config = process.config
@@ -232,6 +232,13 @@ def restore(
             what, _, _ = name.partition(DIVIDED)
             text = f"{start.source} was saved with another {what}: its weights were trained with that"
             print(f"ringtrain: {text}", file=sys.stderr, flush=True)
+    frozen = model_state.frozen_layers(job.model)
+    if start.frozen is not None and start.frozen != frozen and hvd.rank() == 0:
+        was, now = (", ".join(names) or "none" for names in (start.frozen, frozen))
+        text = (
+            f"was saved with these layers frozen: {was}; now: {now}: set trainable before training, not in a callback"
+        )
+        print(f"ringtrain: {start.source} {text}", file=sys.stderr, flush=True)
     # A run that is complete stays as it is. One that has nothing saved may begin from other weights.
     summary = complete_summary(process, start, is_trained(start), f"{job.validation.prefix}accuracy")
     if not summary and config.run.init_from and not start.source:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ringtrain import hvd
 from ringtrain.errors import CheckpointError
-from ringtrain.hvd.keras_patches import slots_of
+from ringtrain.hvd.keras_patches import layers_of, slots_of
 from ringtrain.run import checkpoint
 
 Arrays = dict[str, NDArray[Any]]
@@ -49,6 +49,11 @@ def shapes_of(variables: Sequence[Any]) -> list[list[Any]]:
         whole = part.variable if part else variable
         rows.append([variable.path, list(whole.shape), str(variable.dtype)])
     return rows
+
+
+def frozen_layers(model: keras.Model) -> list[str]:
+    """Paths of the layers that are not trained."""
+    return [layer.path for layer in layers_of(model) if not layer.trainable]
 
 
 def shared_variables(model: keras.Model) -> list[Any]:

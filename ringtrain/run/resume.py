@@ -71,6 +71,8 @@ class Start:
     """Of the data when the checkpoint was saved."""
     initial_epoch: int = 0
     """Epoch in which the run has begun, in whichever attempt."""
+    frozen: Sequence[str] | None = None
+    """Paths of the layers that were not trained when the checkpoint was saved; None: not known."""
 
     @property
     def is_later(self) -> bool:
@@ -333,6 +335,7 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
         checksums=saved.get("checksums", {}),
         is_ended=saved.get("is_ended", False),
         initial_epoch=saved["numbers"].get("initial_epoch", 0),
+        frozen=saved.get("frozen"),
     )
     states = saved.get("callbacks", ())
     if states:

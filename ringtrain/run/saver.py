@@ -237,6 +237,7 @@ class Saver(keras.callbacks.Callback):
             "monitored": list(self.monitored),
             "num_ranks": hvd.size() * hvd.num_copies(self.model),
             "shared_state": hvd.is_shared(self.model),
+            "frozen": model_state.frozen_layers(self.model),
             "variables": model_state.shapes_of(model_state.shared_variables(self.model)),
         }
         arrays = Arrays()

@@ -316,10 +316,11 @@ def shard_of(numbers: Numbers) -> str:
     return f"up to {n.batch_size} of {n.samples_per_step} rows of a step on each rank, the last batch included"
 
 
-def restore_history(history: keras.callbacks.History, folder: Path) -> None:
-    """Gives a script's History the epochs of a run that was complete. Collective."""
+def restore_callbacks(callbacks: Sequence[Any], history: keras.callbacks.History, folder: Path) -> None:
+    """Gives a script's callbacks and History what they had at the end of a run that was complete. Collective."""
     saved = hvd.run_together(lambda: resume.callbacks_of(folder) if hvd.rank() == 0 else ())
     states = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_history")
+    callback_state.restore_callbacks(on_rank(callbacks, hvd.rank()), states[:-1])
     callback_state.restore_callbacks([history], states[-1:])
 
 

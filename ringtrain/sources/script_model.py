@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from ringtrain.config import Config, changed_options
 from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.hvd import train_step
 from ringtrain.hvd.distributed import undistribute
-from ringtrain.hvd.keras_patches import distributed, innermost, set_untracked
+from ringtrain.hvd.keras_patches import distributed, innermost, set_untracked, untracked_variables
 from ringtrain.optim import divided, metric_states
 from ringtrain.optim.uneven import NO_XLA
 from ringtrain.run import devices
@@ -82,6 +83,7 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
     if len(optimizers) > 1 or not is_built:
         _trace(model, batch)  # builds optimizers of a train_step
         model.built = True
+    _note_untracked(process, model)
     cast(Ring, process.strategy).share_rows(model, batch)
     rows = None
     if isinstance(train, data.NumberedRows) and len(train) >= metric_states.NUM_ROWS:
@@ -95,6 +97,21 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
     if hvd.size() == 1:
         return []
     return unlike_one_process(model, batch, rows)
+
+
+def _note_untracked(process: Process, model: keras.Model) -> None:
+    """Gives all ranks rank 0's values of variables that Keras does not track, and names these: they are not saved."""
+    found = untracked_variables(model)
+    if not found:
+        return
+    if not process.strategy.ranks_change:
+        hvd.broadcast_variables([*found.values()], root_rank=0)
+    if hvd.rank() == 0:
+        text = (
+            f"{', '.join(found)}: Keras does not track this variable: ranks do not compare it, and a resumed run begins"
+            " with its first value: make it by add_weight of a layer or the model"
+        )
+        print(f"ringtrain: {text}", file=sys.stderr, flush=True)
 
 
 def _trace(model: keras.Model, batch: Any) -> None:
@@ -224,6 +241,22 @@ def _unite_slots(model: keras.Model) -> None:
         hvd.broadcast_variables(slots, root_rank=0)
 
 
+TRAINED = "ringtrain_trained"
+"""attribute of a model: what it was compiled with when it was last trained, and its trainable variables then"""
+
+
+def _refuse_other_trainable(model: keras.Model) -> None:
+    """Raises ConfigError if `trainable` has changed since an earlier fit without `compile`: Keras would not see it."""
+    compiled, before = vars(model).get(TRAINED, (None, []))
+    now = [id(variable) for variable in model.trainable_variables]
+    if compiled is not None and compiled is model._compile_config and before != now and not model.run_eagerly:
+        raise ConfigError(
+            "ringtrain.fit: trainable was changed after an earlier fit without compile, which Keras' fit ignores: call"
+            " compile again, or leave trainable as it was"
+        )
+    set_untracked(model, **{TRAINED: (model._compile_config, now)})
+
+
 @contextlib.contextmanager
 def unchanged_afterwards(model: keras.Model, seeds_ranks: bool = True, may_be_compiled: bool = False) -> Iterator[None]:
     """Context after which model, optimizers and layers are as before it, but for what is trained; see docs/fit.md.
@@ -232,6 +265,7 @@ def unchanged_afterwards(model: keras.Model, seeds_ranks: bool = True, may_be_co
         seeds_ranks: The run gives each rank other random numbers; afterwards they are equal again.
         may_be_compiled: Whether XLA may compile whole steps, if the script asks for it, as nothing is reduced.
     """
+    _refuse_other_trainable(model)
     seeds_ranks = seeds_ranks and hvd.size() > 1
     optimizers = hvd.optimizers_of(model)
     of_script = [one for one in optimizers if distributed(one)]

@@ -86,6 +86,74 @@ def numbers_of_tensorflow_differ_between_ranks() -> None:
         assert not {*of_ranks[0]} & {*of_ranks[1]}, of_ranks
 
 
+class Prepared(keras.Model):
+    """Scales rows in `fit` and `evaluate`, as the tasks of KerasHub do; validation has the rows of `fit`."""
+
+    def fit(self, x: Any, y: Any, validation_data: Any, **more: Any) -> Any:
+        held_out, targets = validation_data
+        return super().fit(x / 2, y, validation_data=(held_out / 2, targets), **more)
+
+    def evaluate(self, x: Any = None, y: Any = None, **more: Any) -> Any:
+        if not more.get("_use_cached_eval_dataset"):
+            x = x / 2
+        return super().evaluate(x, y, **more)
+
+
+def _prepared() -> keras.Model:
+    inputs = keras.Input((6,))
+    return compiled(Prepared(inputs, dense()(inputs)))
+
+
+@only(np=2)
+def rows_that_a_fit_prepares_are_evaluated_as_they_are() -> None:
+    equals_one_process(_prepared, X, Y, "prepared", validation_data=(X[:40], Y[:40]))
+
+
+class Untracked(keras.layers.Layer):
+    """Has a variable that Keras does not track, with another value on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = tf.Variable(float(hvd.rank()), trainable=False)
+
+    def call(self, inputs: Any) -> Any:
+        return inputs + tf.cast(self.shift, inputs.dtype)
+
+
+class Listed(keras.metrics.Metric):
+    """Has its state in a list."""
+
+    def __init__(self) -> None:
+        super().__init__(name="listed")
+        self.seen: list[float] = []
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.seen += np.ravel(y_pred).tolist()
+
+    def result(self) -> Any:
+        return float(np.median(self.seen or [0.0]))
+
+    def reset_state(self) -> None:
+        self.seen = []
+
+
+@only(np=2)
+def what_keras_does_not_track() -> None:
+    """Variables are rank 0's at first; a metric in a list is named, and a layer that was frozen without `compile`."""
+    model = compiled(dense(Untracked()), metrics=[Listed()], run_eagerly=True)
+    history: Any = ringtrain.fit(model, X, Y, name="untracked", options=options(), **SAME)
+    assert float(model.layers[1].shift.numpy()) == 0.0
+    summary = json.loads((history.run / "summary.json").read_text())
+    assert any("listed" in text for text in summary["unlike_one_process"]), summary["unlike_one_process"]
+
+    model = compiled(dense())
+    ringtrain.fit(model, X, Y, name="trainable-1", options=options(), **SAME)
+    model.layers[0].trainable = False
+    refused("call compile again", lambda: ringtrain.fit(model, X, Y, name="trainable-2", options=options(), **SAME))
+    compiled(model)
+    ringtrain.fit(model, X, Y, name="trainable-2", options=options(), **SAME)
+
+
 class Triplets(keras.Model):
     """Calls a part of itself for each of three tensors, in which its own `call` has another form."""
 

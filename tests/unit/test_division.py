@@ -171,6 +171,16 @@ def test_a_map_of_whole_batches_is_noticed(make, function, rank: int) -> None:
     assert division and division.tried(Parts.of_rank(rank, 2))[0], "of each row"
 
 
+def test_padding_to_the_longest_of_a_batch_is_made_whole():
+    """Also if the first batches are equally long on all ranks."""
+    rows = tf.data.Dataset.from_tensor_slices([" ".join("w" * n) for n in [4] * 32 + [1, 2, 3, 4] * 8])
+    padded = rows.batch(8).map(lambda texts: tf.strings.split(texts).to_tensor())
+    found, why = division_of(padded)
+    assert found is None and "padding" in why
+    found, why = division_of(rows.batch(8).map(lambda texts: tf.strings.split(texts).to_tensor(shape=[None, 4])))
+    assert found, why
+
+
 def test_a_generator_with_a_state_loses_no_rows() -> None:
     """It is not read before training begins."""
     numbers = iter(range(100))
