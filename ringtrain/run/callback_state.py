@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import io
 import json
 import pickle
 import sys
@@ -35,8 +36,8 @@ CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
     "frozenset": frozenset,
     "deque": collections.deque,
 }
-KERAS_OBJECTS = (keras.Layer, keras.metrics.Metric, keras.optimizers.Optimizer)
-MAX_COMPARED_BYTES = 1 << 20
+KERAS_OBJECTS = (keras.Layer, keras.metrics.Metric, keras.optimizers.Optimizer, keras.random.SeedGenerator)
+MAX_COMPARED_BYTES = 1 << 24
 """Size up to which an object that cannot be saved is compared by its content, above by its identity."""
 Values = dict[str, tuple[bytes, Any, Arrays]]
 """Digest, plain value and arrays of each attribute of a callback that can be saved."""
@@ -55,6 +56,7 @@ class CallbackState:
 
     def __init__(self, callbacks: Sequence[keras.callbacks.Callback], model: Any = None) -> None:
         self.callbacks, self.model = callbacks, model
+        self._texts = [_texts_of(callback) for callback in callbacks]
         self._first: list[dict[str, bytes]] = []
         """digests of the attributes, by callback"""
         for number in range(len(callbacks)):
@@ -83,7 +85,7 @@ class CallbackState:
                 if name in self._changed[number]:
                     values[name] = value
                     arrays |= {key: np.array(array) for key, array in parts.items()}  # training continues meanwhile
-            states.append({"class": type(callback).__name__, "values": values})
+            states.append({"class": type(callback).__name__, "texts": self._texts[number], "values": values})
         return states, arrays
 
     def _note_changes(self, number: int, values: Values) -> None:
@@ -102,7 +104,7 @@ class CallbackState:
         known, kept_by_keras = variables_of(self.model), _attributes_of_keras(callback)
         marks = {}
         for name, value in vars(callback).items():
-            if name in saved or name in kept_by_keras or name in NO_STATE:
+            if name in saved or name in NO_STATE or (name in kept_by_keras and not _is_own_callable(value)):
                 continue
             try:
                 encoded(value, known, name, {})
@@ -226,8 +228,9 @@ def _put_aside(array: Any, prefix: str, arrays: Arrays) -> str:
 
 def _variables_in(value: Any, known: set[int]) -> list[Any]:
     """Variables of one of Keras' objects without those of the trained model. Raises OfTheModel if none are left."""
-    variables = [variable for variable in value.variables if id(variable) not in known]
-    if value.variables and not variables:
+    of_value = [value.state] if isinstance(value, keras.random.SeedGenerator) else value.variables
+    variables = [variable for variable in of_value if id(variable) not in known]
+    if of_value and not variables:
         raise OfTheModel
     return variables
 
@@ -259,13 +262,29 @@ def loaded_callbacks(states: Sequence[Mapping[str, Any]], arrays: Mapping[str, N
 
 
 def restore_callbacks(callbacks: Sequence[keras.callbacks.Callback], states: Sequence[Mapping[str, Any]]) -> None:
-    """Sets the loaded values; callbacks of one class must have the same order as when they were saved."""
+    """Sets the loaded values; callbacks of one class must have the same order as when they were saved.
+
+    If a class has another number of callbacks now, those are restored whose texts, such as `monitor`, are the same.
+    """
+    now = collections.Counter(type(callback).__name__ for callback in callbacks)
+    before = collections.Counter(state["class"] for state in states)
     left = list(states)
     for callback in callbacks:
-        state = next((state for state in left if state["class"] == type(callback).__name__), None)
+        kind = type(callback).__name__
+        texts = _texts_of(callback) if now[kind] != before[kind] else None
+        fits = (state for state in left if state["class"] == kind and texts in (None, state.get("texts", texts)))
+        state = next(fits, None)
         if state:
             left.remove(state)
             _set(callback, state["values"])
+        elif before[kind] and not (hvd.is_initialized() and hvd.rank()):
+            print(f"ringtrain: {kind} begins anew: the checkpoint has none with the same arguments", file=sys.stderr)
+
+
+def _texts_of(callback: Any) -> str:
+    """Checksum of the texts in a callback's attributes, which are arguments and never state."""
+    texts = {name: value for name, value in sorted(vars(callback).items()) if isinstance(value, str)}
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 
 def _set(callback: Any, values: Mapping[str, Any]) -> None:
@@ -389,8 +408,19 @@ def _attributes_of_keras(callback: keras.callbacks.Callback) -> set[str]:
     return names
 
 
+def _is_own_callable(value: Any) -> bool:
+    """Returns whether an object with attributes is called in place of a function, such as a schedule of a script."""
+    is_function = isinstance(value, types.FunctionType | types.MethodType | types.BuiltinFunctionType | type)
+    return callable(value) and not is_function and bool(getattr(value, "__dict__", None))
+
+
 def content_of(value: Any) -> Any:
-    """Digest of an object that cannot be saved, or its id if it is large or cannot be pickled."""
+    """Digest of an object that cannot be saved, or its id if it is large or cannot be pickled.
+
+    An iterator is never equal to what it was: nothing shows how far it is.
+    """
+    if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+        return object()
     digest = _Digest()
     try:
         _Pickler(digest).dump(value)

@@ -7,7 +7,9 @@ drives a run only where a script keeps it, with `hvd.callbacks.Run`.
 from __future__ import annotations
 
 import contextlib
+import csv
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -112,6 +114,16 @@ def _end_epoch(run: RunContext, callbacks: Any, epoch: int, step_logs: Mapping[s
     return {}
 
 
+def _cut_rows(logger: keras.callbacks.CSVLogger, epoch: int) -> None:
+    """Removes the rows from an epoch on, which is trained again, from the file of a `CSVLogger`."""
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no such file, or not as Keras writes it
+        path = Path(logger.filename)
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        rows = csv.DictReader(lines, delimiter=logger.sep)
+        kept = [line for line, row in zip(lines[1:], rows, strict=True) if int(row["epoch"]) < epoch]
+        path.write_text("".join([*lines[:1], *kept]), encoding="utf-8")
+
+
 class CallbacksOfRun(keras.callbacks.CallbackList):
     """List of a run's callbacks. What they do at the start of training or of an epoch is not done again on a resume.
 
@@ -126,6 +138,8 @@ class CallbacksOfRun(keras.callbacks.CallbackList):
         self.set_params({"verbose": 0, "epochs": run.config.train.epochs, "steps": run.numbers.steps_per_epoch})
         for callback in run.users_callbacks:
             if isinstance(callback, keras.callbacks.CSVLogger) and run.start.is_later:
+                if not callback.append and not run.strategy.ranks_change:
+                    _cut_rows(callback, run.start.global_step // run.numbers.steps_per_epoch)
                 callback.append = True
 
     def on_train_begin(self, logs: Any = None) -> None:

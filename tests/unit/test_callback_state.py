@@ -146,6 +146,37 @@ def test_variables_of_the_model_are_saved_with_the_model_only() -> None:
     assert [*states[0]["values"]] == ["copy"] and len(arrays) == 2
 
 
+def test_callbacks_of_another_list_are_found_by_their_texts(capsys: Any) -> None:
+    states = _saved(Keeps(token="secret"), Keeps(token="secret too"))
+    states[1]["values"]["wait"] = 7
+    alone, others = Keeps(token="secret too"), [Keeps(token=f"secret {number}") for number in range(3)]
+    callback_state.restore_callbacks([alone], states)
+    assert alone.wait == 7
+    callback_state.restore_callbacks(others, states)
+    assert [one.wait for one in others] == [0, 0, 0]
+    assert capsys.readouterr().err.count("Keeps begins anew") == 3
+
+
+def test_a_seed_generator_is_restored_and_an_iterator_named(capsys: Any) -> None:
+    class Draws(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seed, self.rates = keras.random.SeedGenerator(1), iter([1.0, 2.0])
+
+        def train(self) -> None:
+            keras.random.uniform([], seed=self.seed)
+
+    callback, other = Draws(), Draws()
+    state = callback_state.CallbackState([callback])
+    state.begin()
+    callback.train()
+    states, arrays = state.save()
+    callback_state.restore_callbacks([other], callback_state.loaded_callbacks(states, arrays))
+    assert isinstance(other.seed, keras.random.SeedGenerator)
+    np.testing.assert_array_equal(other.seed.state, callback.seed.state)
+    assert "Draws.rates changes and cannot be saved" in capsys.readouterr().err
+
+
 def test_what_changes_and_cannot_be_saved_is_named_once(capsys: Any) -> None:
     class Other:
         number = 0
