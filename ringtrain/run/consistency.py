@@ -234,11 +234,8 @@ def restore(
             print(f"ringtrain: {text}", file=sys.stderr, flush=True)
     frozen = model_state.frozen_layers(job.model)
     if start.frozen is not None and start.frozen != frozen and hvd.rank() == 0:
-        was, now = (", ".join(names) or "none" for names in (start.frozen, frozen))
-        text = (
-            f"was saved with these layers frozen: {was}; now: {now}: set trainable before training, not in a callback"
-        )
-        print(f"ringtrain: {start.source} {text}", file=sys.stderr, flush=True)
+        text = f"was saved with {len(start.frozen)} frozen layers, now there are {len(frozen)}, or other ones"
+        print(f"ringtrain: {start.source} {text}: set trainable before training, not in a callback", file=sys.stderr)
     # A run that is complete stays as it is. One that has nothing saved may begin from other weights.
     summary = complete_summary(process, start, is_trained(start), f"{job.validation.prefix}accuracy")
     if not summary and config.run.init_from and not start.source:

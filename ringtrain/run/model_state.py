@@ -51,9 +51,9 @@ def shapes_of(variables: Sequence[Any]) -> list[list[Any]]:
     return rows
 
 
-def frozen_layers(model: keras.Model) -> list[str]:
-    """Paths of the layers that are not trained."""
-    return [layer.path for layer in layers_of(model) if not layer.trainable]
+def frozen_layers(model: keras.Model) -> list[int]:
+    """Places in `layers_of` of the layers that are not trained."""
+    return [place for place, layer in enumerate(layers_of(model)) if not layer.trainable]
 
 
 def shared_variables(model: keras.Model) -> list[Any]:

@@ -71,8 +71,8 @@ class Start:
     """Of the data when the checkpoint was saved."""
     initial_epoch: int = 0
     """Epoch in which the run has begun, in whichever attempt."""
-    frozen: Sequence[str] | None = None
-    """Paths of the layers that were not trained when the checkpoint was saved; None: not known."""
+    frozen: Sequence[int] | None = None
+    """`model_state.frozen_layers` when the checkpoint was saved; None: not known."""
 
     @property
     def is_later(self) -> bool:

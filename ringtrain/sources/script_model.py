@@ -18,7 +18,7 @@ from ringtrain.config import Config, changed_options
 from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.hvd import train_step
 from ringtrain.hvd.distributed import undistribute
-from ringtrain.hvd.keras_patches import distributed, innermost, set_untracked, untracked_variables
+from ringtrain.hvd.keras_patches import distributed, innermost, layers_of, set_untracked, untracked_variables
 from ringtrain.optim import divided, metric_states
 from ringtrain.optim.uneven import NO_XLA
 from ringtrain.run import devices
@@ -242,19 +242,30 @@ def _unite_slots(model: keras.Model) -> None:
 
 
 TRAINED = "ringtrain_trained"
-"""attribute of a model: what it was compiled with when it was last trained, and its trainable variables then"""
+"""attribute of a model: what it was compiled with when it was last trained, and which of its layers were trainable"""
 
 
-def _refuse_other_trainable(model: keras.Model) -> None:
-    """Raises ConfigError if `trainable` has changed since an earlier fit without `compile`: Keras would not see it."""
-    compiled, before = vars(model).get(TRAINED, (None, []))
-    now = [id(variable) for variable in model.trainable_variables]
-    if compiled is not None and compiled is model._compile_config and before != now and not model.run_eagerly:
-        raise ConfigError(
-            "ringtrain.fit: trainable was changed after an earlier fit without compile, which Keras' fit ignores: call"
-            " compile again, or leave trainable as it was"
-        )
-    set_untracked(model, **{TRAINED: (model._compile_config, now)})
+@contextlib.contextmanager
+def _trainable_as_compiled(model: keras.Model) -> Iterator[None]:
+    """Context in which layers are trainable as in the first fit after `compile`: Keras does not see later changes."""
+    layers, compiled = layers_of(model), getattr(model, "_compile_config", None)
+    now = [layer.trainable for layer in layers]
+    when, then = vars(model).get(TRAINED, (None, []))
+    if compiled is None or compiled is not when or model.run_eagerly or len(then) != len(now):
+        set_untracked(model, **{TRAINED: (compiled, now)})
+        yield
+        return
+    _set_trainable(layers, then)
+    try:
+        yield
+    finally:
+        _set_trainable(layers, now)
+
+
+def _set_trainable(layers: Sequence[keras.Layer], values: Sequence[bool]) -> None:
+    for layer, value in zip(layers, values, strict=True):  # outer layers first, which set those in them
+        if layer.trainable != value:
+            layer.trainable = value
 
 
 @contextlib.contextmanager
@@ -265,7 +276,6 @@ def unchanged_afterwards(model: keras.Model, seeds_ranks: bool = True, may_be_co
         seeds_ranks: The run gives each rank other random numbers; afterwards they are equal again.
         may_be_compiled: Whether XLA may compile whole steps, if the script asks for it, as nothing is reduced.
     """
-    _refuse_other_trainable(model)
     seeds_ranks = seeds_ranks and hvd.size() > 1
     optimizers = hvd.optimizers_of(model)
     of_script = [one for one in optimizers if distributed(one)]
@@ -278,7 +288,7 @@ def unchanged_afterwards(model: keras.Model, seeds_ranks: bool = True, may_be_co
     seed = context.global_seed()
     numbers = [state.numpy() for state in hvd.global_seed(create=seeds_ranks)]
     try:
-        with train_step.unchanged_afterwards(model):
+        with train_step.unchanged_afterwards(model), _trainable_as_compiled(model):
             yield
         if seeds_ranks:  # the script's next random numbers are equal on all ranks again: rank 0's
             hvd.broadcast_variables(hvd.global_seed(create=True), root_rank=0)
