@@ -277,8 +277,17 @@ def restore_callbacks(callbacks: Sequence[keras.callbacks.Callback], states: Seq
         if state:
             left.remove(state)
             _set(callback, state["values"])
-        elif before[kind] and not (hvd.is_initialized() and hvd.rank()):
-            print(f"ringtrain: {kind} begins anew: the checkpoint has none with the same arguments", file=sys.stderr)
+        elif before[kind]:
+            _say(f"{kind} begins anew: the checkpoint has none with the same arguments")
+    for state in left:
+        if before[state["class"]] > now[state["class"]]:
+            _say(f"the checkpoint has the state of a {state['class']} that is not among the callbacks now")
+
+
+def _say(text: str) -> None:
+    """Prints a line on rank 0."""
+    if not (hvd.is_initialized() and hvd.rank()):
+        print(f"ringtrain: {text}", file=sys.stderr, flush=True)
 
 
 def _texts_of(callback: Any) -> str:

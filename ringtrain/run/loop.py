@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import csv
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -116,12 +115,14 @@ def _end_epoch(run: RunContext, callbacks: Any, epoch: int, step_logs: Mapping[s
 
 def _cut_rows(logger: keras.callbacks.CSVLogger, epoch: int) -> None:
     """Removes the rows from an epoch on, which is trained again, from the file of a `CSVLogger`."""
-    with contextlib.suppress(OSError, ValueError, KeyError):  # no such file, or not as Keras writes it
-        path = Path(logger.filename)
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    not_of_keras = contextlib.suppress(OSError, ValueError, KeyError)  # or there is no such file
+    with not_of_keras, open(logger.filename, "r+", encoding="utf-8", newline="") as file:
+        lines = file.readlines()
         rows = csv.DictReader(lines, delimiter=logger.sep)
         kept = [line for line, row in zip(lines[1:], rows, strict=True) if int(row["epoch"]) < epoch]
-        path.write_text("".join([*lines[:1], *kept]), encoding="utf-8")
+        file.seek(0)
+        file.writelines([*lines[:1], *kept])
+        file.truncate()
 
 
 class CallbacksOfRun(keras.callbacks.CallbackList):
