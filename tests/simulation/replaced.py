@@ -133,10 +133,12 @@ class Consistency:
     def __init__(self, horovod: Horovod) -> None:
         self.horovod = horovod
 
+    def find_start(self, process: Any) -> None:
+        horovod, folder = self.horovod, PurePath("run")
+        horovod.run_together(lambda: process.lock.take(folder, same_job=True) if horovod.rank() == 0 else None)
+
     def restore(self, process: Any, job: Any, numbers: Any, is_trained: Any) -> tuple[resume.Start, Mapping[str, Any]]:
         horovod, storage = self.horovod, self.horovod.member.cluster.storage
-        folder = PurePath("run")
-        horovod.run_together(lambda: process.lock.take(folder, same_job=True) if horovod.rank() == 0 else None)
         saved = storage.checkpoints[-1] if storage.checkpoints else None
         saved, summary = horovod.broadcast_object((saved, storage.summary), name="ringtrain_start")
         if saved is None:
@@ -144,6 +146,9 @@ class Consistency:
         for variable, value in zip(job.model.variables, saved["values"], strict=True):
             variable.assign(value)
         return resume.Start(saved["global_step"], "run/checkpoints"), summary
+
+    def take_over(self, process: Any, folder: PurePath, numbers: Any, records: str) -> None:
+        process.lock.take(folder, same_job=True)
 
     def make_folder(self, process: Any, numbers: Any, start: Any) -> PurePath:
         return PurePath("run")

@@ -46,7 +46,10 @@ DEFECTS = {
     "a start gives up what was removed meanwhile": text(
         Mirror,
         "fetch",
-        ('folder / "checkpoints")\n    local = {', 'folder / "checkpoints")\n        break\n    local = {'),
+        (
+            'folder / "checkpoints")\n    self._fetch_later',
+            'folder / "checkpoints")\n        break\n    self._fetch_later',
+        ),
     ),
     "a lease is taken over at once": text(Lease, "_take", ("while read_s < expiry_s or", "while False and")),
     "a lost lease is not noticed": text(
