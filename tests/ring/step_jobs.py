@@ -106,7 +106,7 @@ def _prepared() -> keras.Model:
 
 @only(np=2)
 def rows_that_a_fit_prepares_are_evaluated_as_they_are() -> None:
-    equals_one_process(_prepared, X, Y, "prepared", validation_data=(X[:40], Y[:40]))
+    equals_one_process(_prepared, X, Y, "prepared-in-fit", validation_data=(X[:40], Y[:40]))
 
 
 class Untracked(keras.layers.Layer):
