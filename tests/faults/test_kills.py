@@ -55,6 +55,7 @@ def test_random_kills_change_nothing(undisturbed: Path, tmp_path: Path, count, t
         assert final_files(folder) == final_files(undisturbed), chaos
         assert summary(folder)["checksum"] == summary(undisturbed)["checksum"], chaos
         events = journal.read(run_in(folder))
+        of_rank_0 = [event for event in events if event["rank"] == 0]  # others begin at other times
         kills: dict[int, list[dict]] = {}
         for event in events:
             if event["event"] == "fault":
@@ -62,7 +63,7 @@ def test_random_kills_change_nothing(undisturbed: Path, tmp_path: Path, count, t
         assert sum(map(len, kills.values())) == num_kills, chaos
         # Two may meet: one inside of a save, which takes place beside the next step, and one after that step.
         assert len(kills) == summary(folder)["restarts"] == len(summary(folder)["restart_causes"]), chaos
-        begun = {event["run_start"]: event for event in events if event["event"] == "start"}
+        begun = {event["run_start"]: event for event in of_rank_0 if event["event"] == "start"}
         again = {event["run_start"]: event for event in events if event["event"] == "training"}
         for run_start, faults in kills.items():
             repeated += max(fault["global_step"] for fault in faults) - begun[run_start + 1]["global_step"]
@@ -71,7 +72,7 @@ def test_random_kills_change_nothing(undisturbed: Path, tmp_path: Path, count, t
         restarts += len(kills)
         spent = goodput.of(events)
         assert spent is not None and len(spent.attempts) == 1 + len(kills)
-        assert spent.total_s == pytest.approx(events[-1]["time_s"] - begun[0]["begun_s"], rel=0.02)
+        assert spent.total_s == pytest.approx(events[-1]["time_s"] - begun[0]["begun_s"], rel=0.01)
         assert min(spent.seconds[part] for part in ("steps", "start", "restore", "restart")) > 0
     tally(
         f"{wanted} kills at random ({while_saving} of rank 0 inside a save), with restarts",
