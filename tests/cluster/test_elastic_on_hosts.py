@@ -17,6 +17,7 @@ from ringtrain.monitor import journal
 from ringtrain.protocol.env import LEASE
 
 TIMEOUT_S = 300.0
+SLOW_FIT = Path(__file__).with_name("slow_fit.py")
 ATTACKER = launching.ROOT / "tests" / "attacker.py"
 EPOCHS = 10
 PATHS = os.pathsep.join(map(str, (launching.ROOT, launching.ROOT / "tests" / "faults")))  # there is holding.py
@@ -98,30 +99,13 @@ def test_a_host_is_cut_off_and_another_one_takes_its_place(three_hosts: lab.Lab,
     lab.wait_for(lambda: not alive(), TIMEOUT_S, "nothing of the job lives")
 
 
-OWN_DISKS = """
-import json, sys, time
-import keras, numpy as np, ringtrain
-keras.utils.set_random_seed(1)
-draw = np.random.default_rng(1)
-x, y = draw.normal(size=(300, 8)).astype("float32"), draw.normal(size=(300, 1)).astype("float32")
-model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "tanh"), keras.layers.Dense(1)])
-model.compile("adam", "mse")
-slow = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(float(sys.argv[4])))
-directory, mirror, epochs, _ = sys.argv[1:]
-options = {"run.directory": directory, "run.mirror": mirror, "train.virtual_ranks": 2, "checkpoint.every_steps": 5}
-epochs = int(epochs)
-ringtrain.fit(model, x, y, name="run", batch_size=20, epochs=epochs, verbose=0, callbacks=[slow], options=options)
-"""
-
-
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_rank_0_and_its_disk_are_lost(three_hosts: lab.Lab, tmp_path: Path, mirrored: bool) -> None:
     """Training goes on at the step where it was, on the disk of another host; a mirror of the run goes on, too.
 
     With a mirror, a later job on a third host begins with that. Weights and metrics are those of one process.
     """
-    hosts, script, disk = three_hosts, tmp_path / "own.py", Path("/run") / tmp_path.name  # /run: of each host its own
-    script.write_text(OWN_DISKS)
+    hosts, disk = three_hosts, Path("/run") / tmp_path.name  # of each host its own
 
     def results(folder: Path) -> tuple[dict[str, Any], list[Any]]:
         """Summary, and loss of each epoch."""
@@ -129,8 +113,10 @@ def test_rank_0_and_its_disk_are_lost(three_hosts: lab.Lab, tmp_path: Path, mirr
         return json.loads((folder / "summary.json").read_text()), [json.loads(line)["loss"] for line in lines]
 
     def train(name: str, epochs: int, step_s: float) -> list[str | Path]:
-        mirror = tmp_path / name if mirrored else ""
-        return [script, disk / name, mirror, str(epochs), str(step_s)]
+        options = {"run.directory": str(disk / name), "train.virtual_ranks": 2, "checkpoint.every_steps": 5}
+        if mirrored:
+            options["run.mirror"] = str(tmp_path / name)
+        return [SLOW_FIT, str(epochs), str(step_s), json.dumps(options)]
 
     def launch(slots: str, *words: str) -> list[str | Path]:
         return ["ringtrain", "launch", "--elastic", "-H", slots, "--min-np", "1", *words, "--", *hosts.warm_python()]

@@ -49,29 +49,14 @@ def test_a_host_in_reserve_takes_the_place_of_one_that_is_lost(three_hosts: lab.
     lab.wait_for(lambda: not hosts.processes("host2"), TIMEOUT_S, "the part that was cut off has ended by itself")
 
 
-SCRIPT = """
-import json, pathlib, sys, time
-import keras, numpy as np, ringtrain
-keras.utils.set_random_seed(1)
-draw = np.random.default_rng(1)
-x, y = draw.normal(size=(120, 8)).astype("float32"), draw.normal(size=(120, 1)).astype("float32")
-model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "tanh"), keras.layers.Dense(1)])
-model.compile("adam", "mse")
-slow = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.2))
-options = {"checkpoint.every_steps": 2, "run.directory": sys.argv[1]}
-result = ringtrain.fit(model, x, y, name="run", batch_size=20, epochs=5, verbose=0, callbacks=[slow], options=options)
-pathlib.Path(sys.argv[1], "loss").write_text(json.dumps(result.history["loss"]))
-"""
-
-
 def test_a_script_goes_on_with_all_ranks_that_are_left(three_hosts: lab.Lab, tmp_path: Path) -> None:
     """Two of three: no divisor, but a batch is divided anyhow. Losses are those of a run that nothing happened to."""
-    hosts, script = three_hosts, tmp_path / "own.py"
-    script.write_text(SCRIPT)
+    hosts = three_hosts
     environment = {"PYTHONPATH": str(launching.ROOT), LEASE: "10"}
 
     def launched(folder: Path) -> list[str | Path]:
-        train = [*hosts.warm_python(), script, folder]
+        own = json.dumps({"checkpoint.every_steps": 2, "run.directory": str(folder)})
+        train = [*hosts.warm_python(), Path(__file__).with_name("slow_fit.py"), "2", "0.2", own]
         options = ["-H", "host1:1,host2:1,host3:1", "--max-restarts", "2"]
         return ["python", "-m", "ringtrain", "launch", *options, "--", *train]
 
@@ -86,7 +71,10 @@ def test_a_script_goes_on_with_all_ranks_that_are_left(three_hosts: lab.Lab, tmp
     hosts.restore("host3")
     assert process.returncode == 0, stdout + stderr
     assert (summary(tmp_path)["restarts"], summary(tmp_path)["num_ranks"]) == (1, 2), stderr
-    losses = [json.loads((folder / "loss").read_text()) for folder in (tmp_path, tmp_path / "whole")]
+    losses = []
+    for folder in (tmp_path, tmp_path / "whole"):
+        lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     lab.wait_for(lambda: not hosts.processes("host3"), TIMEOUT_S, "the part that was cut off has ended by itself")
 
