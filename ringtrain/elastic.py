@@ -26,7 +26,7 @@ from ringtrain import hvd
 from ringtrain.config import Config, ScheduleConfig
 from ringtrain.derived import Numbers, derive, num_shards
 from ringtrain.protocol import failures
-from ringtrain.run import consistency, console, resume
+from ringtrain.run import console, from_checkpoint, resume
 from ringtrain.run.callback_state import SharedCallbackState
 from ringtrain.run.context import Job, Opening, Process
 from ringtrain.sources import on_rank
@@ -77,7 +77,7 @@ class OtherRanks:
         of_others = on_rank(everyone, 1) if self._job.all_callbacks else everyone
         of_rank_0 = [callback for callback in everyone if callback not in of_others]
         self._of_rank_0 = SharedCallbackState(of_rank_0, self._job.model) if of_rank_0 else None
-        self._saved: dict[str, Any] = {}
+        self._saved: Mapping[str, Any] = {}
         self.strategy = strategy
         self.state = strategy.state = hvd.elastic.SharedKerasState(
             self._job.model,
@@ -96,14 +96,13 @@ class OtherRanks:
         if hvd.rank():
             process.lock.release(to_own_job=True)  # the current rank 0 takes it
         if not state.folder:
-            consistency.find_start(process)
+            from_checkpoint.find_start(process)
         config = process.config
         num_ranks = hvd.run_together(lambda: num_shards(config, hvd.size()))
         keeps_batch = config.elastic.keep == "global-batch"
         if not state.folder:
             folder, _ = resume.source_of(config)
-            saved = hvd.run_together(lambda: resume.manifest_of(folder) if hvd.rank() == 0 else {})
-            self._saved = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_manifest")
+            self._saved = hvd.on_rank_0(lambda: resume.manifest_of(folder))
             planned = num_ranks
             if keeps_batch and self._saved and self._saved["numbers"]["batch_size"] == config.train.batch_size:
                 planned = self._saved["numbers"]["num_ranks"]
@@ -129,7 +128,7 @@ class OtherRanks:
             train = dataclasses.replace(config.train, batch_size=saved["numbers"]["batch_size"])
             then = dataclasses.replace(config, train=train)
             must_match = hvd.run_together(lambda: _numbers(then, job, saved["numbers"]["num_ranks"]))
-        start, summary = consistency.restore(
+        start, summary = from_checkpoint.restore(
             process, job, must_match, lambda start: _place_of(saved, start, job).get("epoch", 0) >= config.train.epochs
         )
         return start, summary
@@ -139,13 +138,13 @@ class OtherRanks:
         state, strategy, rank = self.state, self.strategy, hvd.rank()
         is_first = not state.folder
         if is_first:
-            state.folder = str(consistency.make_folder(process, job.numbers, start))
+            state.folder = str(from_checkpoint.make_folder(process, job.numbers, start))
             state.start, state.progress = start, progress(start.global_step)
             place = _place_of(self._saved, start, job)
             state.place = Place(state.place.planned_ranks, started=time.time(), **place)
         folder = Path(state.folder)
         numbers, records = job.numbers, state.records
-        hvd.run_together(lambda: consistency.take_over(process, folder, numbers, records) if rank == 0 else None)
+        hvd.on_rank_0(lambda: from_checkpoint.take_over(process, folder, numbers, records))
         event, facts = _resized(state, strategy, process)
         log = ""
         if not strategy.has_log:
@@ -174,7 +173,7 @@ def _numbers(config: Config, job: Job, num_ranks: int) -> Numbers:
     return derive(config, num_ranks, before.num_train, before.num_test, rows)
 
 
-def _place_of(saved: dict[str, Any], start: resume.Start, job: Job) -> dict[str, Any]:
+def _place_of(saved: Mapping[str, Any], start: resume.Start, job: Job) -> dict[str, Any]:
     """Returns the position of a checkpoint in its epoch."""
     if not start.source:
         return {}

@@ -15,7 +15,6 @@ if __name__ == "__main__":
 import contextlib
 import dataclasses
 import functools
-import os
 import socket
 import sys
 import threading
@@ -25,25 +24,20 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain import config_io, data, strategies
-from ringtrain.config import Config, with_values
+from ringtrain.config import Config
 from ringtrain.errors import CheckpointError, ConfigError, RingtrainError
 from ringtrain.models import lazy_keras
-from ringtrain.monitor import diagnosis, heartbeat, journal, stragglers, trackers
+from ringtrain.monitor import journal, stragglers, trackers
 from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.protocol.for_script import ForScript
 from ringtrain.protocol.launchers import launched_rank
-from ringtrain.run import consistency, console, devices, log_capture, memory_copies
+from ringtrain.run import consistency, console, devices, from_checkpoint, log_capture, memory_copies, step_monitor
 from ringtrain.run.context import Job, Opening, Process, RunContext, Source, alone
 from ringtrain.sources.configured import ConfiguredSource
 from ringtrain.strategies.parameter_server import cluster, worker
 from ringtrain.strategies.parameter_server.cluster import RankGroup
 
 SECONDS_FOR_RANK_0 = 10.0
-HOROVOD_TIMELINE = "HOROVOD_TIMELINE"
-"""environment variable that horovodrun --timeline-filename and ringtrain launch --timeline set"""
-TIMELINE_STEPS = 1000
-"""number of recorded steps if only the variable is set; viewers do not open much larger files"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,7 +153,7 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
     hvd.elastic.listen()
     timeline_file = ""
     if not hvd.elastic.is_on():
-        config, timeline_file = _with_timeline(config)
+        config, timeline_file = step_monitor.with_timeline(config)
     hvd.init()
     stages.done("init")
     # Counts of an earlier run of this process end here. Adasum depends on Horovod's build and the number of ranks.
@@ -195,30 +189,6 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
         together=together,
         timeline_file=timeline_file,
     )
-
-
-def _with_timeline(config: Config) -> tuple[Config, str]:
-    """Configuration with the number of steps that a timeline records; its file, "" for timeline.json in the folder.
-
-    HOROVOD_TIMELINE=DYNAMIC is set, since Horovod would otherwise write rank 0's timeline to the file named there.
-    """
-    from ringtrain import hvd
-
-    file = os.environ.get(HOROVOD_TIMELINE, "")
-    if file == "DYNAMIC":  # from here, for an earlier run of this process
-        file = ""
-    if file and not config.tracking.timeline_steps:
-        config = with_values(config, {"tracking.timeline_steps": TIMELINE_STEPS})
-    if config.tracking.timeline_steps:
-        if hvd.is_initialized() and os.environ.get(HOROVOD_TIMELINE) != "DYNAMIC":
-            raise ConfigError(
-                "tracking.timeline_steps: Horovod was started in this process before, without a timeline: leave out"
-                " ringtrain.start() and hvd.init(), and start a process of its own for this run"
-            )
-        os.environ[HOROVOD_TIMELINE] = "DYNAMIC"
-    if file:
-        file = os.path.abspath(file)
-    return config, file
 
 
 def agree(process: Process) -> RunContext | Mapping[str, Any]:
@@ -258,8 +228,9 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     stages.done("restored")
     # A complete run stays as it is, but its mirror may lack the last files.
     if summary:
-        _finish_mirror(process, Path(process.config.run.directory) / process.config.run.name)
-        memory_copies.end(process)
+        folder = Path(process.config.run.directory) / process.config.run.name
+        _finish_mirror(process, folder)
+        memory_copies.end(process, folder)
         process.lock.release()
         strategy.end(0)
         return summary
@@ -276,7 +247,7 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     # change note their generation in it last: no collective may fail between that and its line in the journal.
     opening = process.source.open_folder(process, job, start)
     if opening.log:
-        consistency.open_log(process, opening.folder / "logs" / opening.log)
+        from_checkpoint.open_log(process, opening.folder / "logs" / opening.log)
     memory_copies.begin(process, job, opening.folder, start)
     # The plan, with every number that follows from the options; with other ranks the run goes on without it.
     terminal = console.terminal_of(process)
@@ -295,9 +266,9 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
         gradients=gradients,
         terminal=terminal,
     )
-    _measure_phases(run)
+    step_monitor.measure_phases(run)
     if not strategy.ranks_change:  # there, Horovod finds the ranks that are lost
-        add_monitor(run)
+        step_monitor.add_monitor(run)
     return run
 
 
@@ -325,64 +296,12 @@ def _open_journal(process: Process, opening: Opening, hosts: Sequence[str]) -> N
     process.journal.write(opening.event, **facts)
 
 
-def _measure_phases(run: RunContext) -> None:
-    """Begins to note when the phases of a step begin, and to record the timeline that the options ask for."""
-    from ringtrain import hvd
-    from ringtrain.hvd import timeline
-
-    timeline_steps = run.config.tracking.timeline_steps
-    if run.strategy.trains_here:
-        is_profiled = bool(ForScript.from_environment().measure.get("profile"))
-        each_gradient = is_profiled or timeline_steps > 0
-        hvd.step_timing.PLACE.watch(run.model, each_gradient=each_gradient)
-    if timeline_steps:
-        run.timeline = timeline.Timeline(run)
-
-
 def fit(run: RunContext) -> None:
     """Trains to the end of the run, or until all ranks stop after the same step. Every rank makes the same steps."""
     from ringtrain.run import loop
 
     with training(run):
         loop.train(run)
-
-
-def add_monitor(run: RunContext) -> None:
-    """Adds the measurement of this rank's steps, and the monitor that reports it to rank 0. Collective."""
-    from ringtrain import hvd
-
-    # The monitor sees the timer's progress, and a rank without any is named with the phase that the timer shows.
-    health = run.config.health
-    run.step_timer = hvd.step_timing.StepTimer(run.clock, run.timeline)
-    run.monitor = heartbeat.Monitor(
-        run.rank,
-        run.size,
-        run.step_timer,
-        health.stall_timeout,
-        diagnosis.RunStalls,
-        hvd.monitoring.broadcast,
-        straggler_factor=health.straggler_factor,
-        descriptor=run.status.descriptor,
-        write_event=run.journal.write,
-    )
-
-
-@contextlib.contextmanager
-def _monitored(run: RunContext, monitor: heartbeat.Monitor) -> Iterator[None]:
-    """Context in which the status line has each phase, and the journal the error that ends training."""
-    from ringtrain import hvd
-
-    # The status is in shared memory: others read it also where this rank hangs, and cannot say anything itself.
-    tracker = hvd.step_timing.PLACE
-    tracker.on_change = lambda: run.status.put(run.clock.global_step, tracker.phase)
-    with hvd.monitoring.replaced_by(monitor):
-        try:
-            yield
-        except Exception as error:
-            run.journal.write_failure(error, global_step=run.clock.global_step)
-            raise
-        finally:
-            tracker.on_change = lambda: None
 
 
 @contextlib.contextmanager
@@ -399,7 +318,7 @@ def training(run: RunContext) -> Iterator[None]:
         if not strategy.ranks_change:  # there, signals are handled from one agreement of the ranks to the next
             stack.enter_context(run.signals)
         if run.monitor:
-            stack.enter_context(_monitored(run, run.monitor))
+            stack.enter_context(step_monitor.monitored(run, run.monitor))
         run.callbacks = Callbacks(run, progress)
         stack.enter_context(run.callbacks.trackers)
         # Also after a failure: before this process or another rank saves the same step.
@@ -442,8 +361,8 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     # Whatever becomes of the mirror, the folder is free for the next run, and servers and workers end.
     try:
         _finish_mirror(run, run.folder, exit_code=stop.exit_code)
-        if run.memory and not stop.is_resumable:
-            memory_copies.remove(run.memory.folder)
+        if not stop.is_resumable:
+            memory_copies.end(run, run.folder)
     finally:
         run.lock.release()
         strategy.end(stop.exit_code)

@@ -20,6 +20,7 @@ callbacks:      broadcast, metric average, learning rate, best model, sync check
 batch_norm:     batch normalization over all ranks; averaged moving statistics
 step_timing:    current phase and timestamps of a step, readable from other threads
 sync:           broadcast of a model's whole state; verification that ranks agree
+together:       actions whose error on one rank is raised on all of them
 averaging:      verification that an update receives the ranks' gradients combined
 placement:      check that ranks run where the launcher planned them, each on its own GPU
 monitoring:     monitor of this process: that of a run, or of a script whose ranks wait for different collectives
@@ -159,4 +160,5 @@ from ringtrain.hvd.placement import check_placement
 from ringtrain.hvd.reducers.local_steps import LocalSteps, end_round, local_steps_of, steps_of_round
 from ringtrain.hvd.reducers.sharded import gather_slots, scatter_slots, slot_bytes
 from ringtrain.hvd.step_timing import during
-from ringtrain.hvd.sync import broadcast_model, check_in_sync, prove, run_together
+from ringtrain.hvd.sync import broadcast_model, check_in_sync, prove
+from ringtrain.hvd.together import on_rank_0, run_together

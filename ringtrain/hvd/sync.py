@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import socket
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.errors import OutOfSync, RingtrainError
+from ringtrain.errors import OutOfSync
 from ringtrain.hvd.averaging import check_averaging
 from ringtrain.hvd.backend import Max, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.batch_norm import batch_norm_layers, is_shared, seeds, weights_of_one_rank
@@ -32,8 +31,6 @@ from ringtrain.hvd.keras_patches import (
 )
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.step_timing import during
-
-T = TypeVar("T")
 
 
 def broadcast_model(
@@ -136,56 +133,6 @@ def differing_weights(model: keras.Model) -> list[str]:
         if len(different) > 1:
             paths.append(variable.path)
     return paths
-
-
-def run_together(action: Callable[[], T], of_script: bool = False) -> T:
-    """Runs an action on every rank, and raises on all ranks if it fails on one. A collective.
-
-    Args:
-        action: Called once per rank, without arguments. Must not contain a collective that a failing rank skips.
-        of_script: Whether the action calls a script's own code, which may raise any exception.
-
-    Returns:
-        Result of `action` on this rank.
-
-    Raises:
-        RingtrainError: On every rank, the error of the lowest failing rank: a RingtrainError or an `OSError`. Other
-            exceptions are bugs and end this rank only, or with `of_script` are raised unchanged on a rank that fails.
-    """
-    result, failure, report = None, None, None
-    is_expected = False
-    try:
-        result = action()
-    except OutOfSync:  # of a collective in it, on all ranks
-        raise
-    except Exception as error:
-        failure = error
-        is_expected = isinstance(error, RingtrainError | OSError)
-        if not is_expected and not of_script:
-            raise
-        kind: type[RingtrainError] = RingtrainError
-        if isinstance(error, RingtrainError):
-            kind = type(error)
-        message = str(error)
-        if not is_expected:
-            message = f"{type(error).__name__}: {error}"
-        report = kind, message, socket.gethostname()
-    try:
-        with during("reduce"):
-            reports = allgather_object(report, name="ringtrain_run_together")
-    except OutOfSync:
-        if failure is not None:  # the others are still in the action, in a collective of it: this error is the cause
-            raise failure from None
-        raise
-    if failure is not None and not is_expected:
-        raise failure
-    for rank, other in enumerate(reports):
-        if other is not None:
-            error_class, message, host = other
-            if rank != horovod.rank() and len(reports) > 1:
-                message = f"rank {rank} on {host}: {message}"
-            raise error_class(message) from failure
-    return result  # type: ignore[return-value]
 
 
 def prove(model: keras.Model, batch: Any, tolerance: float | None = None) -> dict[str, str]:

@@ -34,7 +34,7 @@ class Timeline:
         self.out = Path(run.timeline_file) if run.timeline_file else run.folder / "timeline.json"
         self.steps_left, self.flush_at_s = run.config.tracking.timeline_steps, 0.0
         self.rank = run.rank
-        hvd.run_together(lambda: self._clear() if self.rank == 0 else None)
+        hvd.on_rank_0(self._clear)
         self.file = hvd.run_together(self._open)
         offset_s, error_s = clock_offset()
         about = {"rank": self.rank, "size": run.size, "host": socket.gethostname(), "process": os.getpid()}

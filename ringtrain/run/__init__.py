@@ -2,7 +2,8 @@
 
 setup:          names, data and compiled model, from a Config
 context:        state of a run: its process, its job, and what all ranks agree on
-consistency:    agreement of all ranks: code, options, data, run folder, start
+consistency:    agreement of all ranks: code, options, data
+from_checkpoint: where a run starts, its state restored, and its folder opened
 identity:       loss, metrics and optimizer in words, by which runs of one name are compared
 loop:           the training loop of all strategies
 callbacks:      the ordered list of a run's callbacks
@@ -11,12 +12,14 @@ checkpoint:     atomic checkpoints with a checksum per file; export of the train
 lease:          right of one job to write to a mirror
 mirror:         copies a run to another file system or a bucket, and back
 memory_copies:  copies of the state in the memory of each host, from which a restart goes on
+memory_folder:  folder of these copies on a host
 saver:          saves the state of a run during training
 callback_state: what callbacks keep, saved and restored
 model_state:    state of a model as arrays, shared and per rank
 resume:         finds the checkpoint to resume from and restores it on all ranks
 resume_check:   what a run must have in common with the checkpoint that it resumes from
 evaluation:     metrics over all ranks, equal to those of one process
+step_monitor:   phases, timeline and heartbeats of the steps
 measuring:      times the steps of a script's first fit, and ends it
 batch_hooks:    which callbacks may end training within an epoch
 stopping:       ends a run on all ranks after the same step: signals, time limit, plateau, NaN

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ringtrain.run.callbacks import Callbacks
     from ringtrain.run.devices import Pinning
     from ringtrain.run.evaluation import Evaluation
-    from ringtrain.run.memory_copies import Copies
+    from ringtrain.run.memory_folder import Copies
     from ringtrain.run.resume import Clock, Start
     from ringtrain.run.stopping import Signals
     from ringtrain.strategies.base import Strategy

@@ -155,10 +155,9 @@ class Measuring(keras.callbacks.Callback):
         """Writes the results, and ends the script on all ranks."""
 
         def write() -> None:
-            if self.run.rank == 0:
-                Path(self.measure.out).write_text(json.dumps(self._results()), encoding="utf-8")
+            Path(self.measure.out).write_text(json.dumps(self._results()), encoding="utf-8")
 
-        hvd.run_together(write)
+        hvd.on_rank_0(write)
         raise SystemExit(0)
 
     def _results(self) -> dict[str, Any]:

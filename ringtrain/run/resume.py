@@ -404,5 +404,5 @@ def restore_result(
                 told = {name: value for name, value in summary.items() if name != "not_exported"}
                 run_folder.write_summary(folder, told)
 
-    hvd.run_together(load if hvd.rank() == 0 else lambda: None)
+    hvd.on_rank_0(load)
     hvd.broadcast_model(model, root_rank=0)

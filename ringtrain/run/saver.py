@@ -26,7 +26,7 @@ from ringtrain.run.model_state import Arrays
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
-    from ringtrain.run.memory_copies import Copies
+    from ringtrain.run.memory_folder import Copies
 
 
 class Saver(keras.callbacks.Callback):

@@ -12,8 +12,8 @@ from ringtrain.config import Config, with_values
 from ringtrain.derived import derive, num_shards
 from ringtrain.errors import ConfigError, DataError
 from ringtrain.run import devices, setup
-from ringtrain.run.consistency import FromCheckpoint
 from ringtrain.run.context import Job, Process
+from ringtrain.run.from_checkpoint import FromCheckpoint
 
 if TYPE_CHECKING:
     import keras

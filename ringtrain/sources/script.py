@@ -25,6 +25,7 @@ from ringtrain.protocol.for_script import ForScript
 from ringtrain.run import callback_state, consistency, devices, identity, model_state, resume
 from ringtrain.run.context import Job, Process, Validation
 from ringtrain.run.devices import Pinning
+from ringtrain.run.from_checkpoint import FromCheckpoint
 from ringtrain.sources import ON_RANK_0, OPTIONS, classes_of, on_rank, script_model
 from ringtrain.strategies.base import Strategy
 
@@ -32,7 +33,7 @@ FILES = ("filepath", "filename", "log_dir")
 """attributes of Keras' callbacks with the path of a file or directory that they write"""
 
 
-class ModelOfScript(consistency.FromCheckpoint):
+class ModelOfScript(FromCheckpoint):
     """A script's compiled model; see `run.context.Source`. A subclass makes the job."""
 
     is_quiet = False
@@ -318,8 +319,7 @@ def shard_of(numbers: Numbers) -> str:
 
 def restore_callbacks(callbacks: Sequence[Any], history: keras.callbacks.History, folder: Path) -> None:
     """Gives a script's callbacks and History what they had at the end of a run that was complete. Collective."""
-    saved = hvd.run_together(lambda: resume.callbacks_of(folder) if hvd.rank() == 0 else ())
-    states = hvd.broadcast_object(saved, root_rank=0, name="ringtrain_history")
+    states = hvd.on_rank_0(lambda: resume.callbacks_of(folder))
     callback_state.restore_callbacks(on_rank(callbacks, hvd.rank()), states[:-1])
     callback_state.restore_callbacks([history], states[-1:])
 

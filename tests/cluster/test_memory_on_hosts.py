@@ -17,7 +17,7 @@ import pytest
 
 from ringtrain.errors import CheckpointError
 from ringtrain.protocol.env import LEASE
-from ringtrain.run import checkpoint, memory_copies
+from ringtrain.run import checkpoint, memory_folder
 
 TIMEOUT_S = 300
 SAVED, COPIED = 20, 3
@@ -61,7 +61,7 @@ def test_rank_0_and_its_disk_are_lost(three_hosts: lab.Lab, tmp_path: Path, kind
     hosts = three_hosts
     environment = {"PYTHONPATH": str(launching.ROOT), LEASE: "6"}
     disk = Path("/run") / tmp_path.name  # of each host its own
-    folder = memory_copies.folder_of(disk / "lost" / "run")
+    folder = memory_folder.folder_of(disk / "lost" / "run")
     memory = {name: hosts.seen_from_here(name, folder) for name in hosts.names}
 
     def launch(slots: str, name: str, step_s: float) -> list[str | Path]:

@@ -44,7 +44,7 @@ FURTHEST = "root = progress.index(max(progress))"
 BEHIND = "variable.assign(value)"
 CLOSED = "self.is_open, self._before_end = False, None"
 HOSTS = '    hosts = [*hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts"), *strategy.other_hosts]'
-LOG = '        consistency.open_log(process, opening.folder / "logs" / opening.log)'
+LOG = '        from_checkpoint.open_log(process, opening.folder / "logs" / opening.log)'
 DEFECTS = {
     "rank 0 gives its state, not the one that is furthest": text(State, "sync", (FURTHEST, "root = 0")),
     "a failed sync leaves half of a state": text(State, "sync", (BEHIND, "pass")),

@@ -96,6 +96,18 @@ class Horovod:
             raise errors[0]
         return result
 
+    def on_rank_0(self, action: Any) -> Any:
+        result, error = None, None
+        if self.rank() == 0:
+            try:
+                result = action()
+            except RingtrainError as raised:
+                error = raised
+        result, error = self.broadcast_object((result, error), name="ringtrain_on_rank_0")
+        if error:
+            raise error
+        return result
+
     def broadcast_model(self, model: Model, root_rank: int, optimizer: Any = None) -> None:
         for number, variable in enumerate(model.variables):
             variable.assign(self.member.exchange(f"variable {number}", variable.value)[root_rank])
@@ -127,15 +139,15 @@ class Manager:
         request(member, "PUT", member.path("worker_addresses", name), value)
 
 
-class Consistency:
-    """`consistency`: checkpoints and the folder, on the ranks' disk."""
+class FromCheckpoint:
+    """`from_checkpoint`: checkpoints and the folder, on the ranks' disk."""
 
     def __init__(self, horovod: Horovod) -> None:
         self.horovod = horovod
 
     def find_start(self, process: Any) -> None:
         horovod, folder = self.horovod, PurePath("run")
-        horovod.run_together(lambda: process.lock.take(folder, same_job=True) if horovod.rank() == 0 else None)
+        horovod.on_rank_0(lambda: process.lock.take(folder, same_job=True))
 
     def restore(self, process: Any, job: Any, numbers: Any, is_trained: Any) -> tuple[resume.Start, Mapping[str, Any]]:
         horovod, storage = self.horovod, self.horovod.member.cluster.storage
@@ -278,7 +290,7 @@ def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
 
     communicating = {
         name: getattr(horovod, name)
-        for name in ("rank", "size", "run_together", "allgather_object", "broadcast_object", "allreduce")
+        for name in ("rank", "size", "run_together", "on_rank_0", "allgather_object", "broadcast_object", "allreduce")
     }
     tracker = SimpleNamespace(PLACE=SimpleNamespace(enter=lambda phase: None))
     optimizer = SimpleNamespace(finalize_variable_values=lambda _: None, _trainable_variables=())
@@ -295,7 +307,7 @@ def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
     def report_recovery() -> None:
         horovod.member.report("recovery:")
 
-    yield elastic, "consistency", Consistency(horovod)
+    yield elastic, "from_checkpoint", FromCheckpoint(horovod)
 
     def together(name: str) -> Any:
         return lambda *_: horovod.allgather_object(None, name)
@@ -304,8 +316,9 @@ def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
         yield hvd, name, getattr(horovod, name)
     yield hvd, "check_placement", together("ringtrain_placement")
     yield hvd, "check_in_sync", together("ringtrain_in_sync")
-    checks = SimpleNamespace(same_code=together("ringtrain_code"), same_job=lambda *_: None, open_log=lambda *_: None)
+    checks = SimpleNamespace(same_code=together("ringtrain_code"), same_job=lambda *_: None)
     yield train, "consistency", checks
+    yield train, "from_checkpoint", SimpleNamespace(open_log=lambda *_: None)
     shown = SimpleNamespace(terminal_of=lambda _: None, show_plan=lambda *_: None, show_start=lambda *_: None)
     yield train, "console", shown
     yield train, "devices", SimpleNamespace(identity=lambda _: "")

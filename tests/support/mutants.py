@@ -88,7 +88,7 @@ MUTANTS = (
     Mutant(
         *(
             "a rank that fails alone",
-            "hvd/sync.py",
+            "hvd/together.py",
             "        if other is not None:\n",
             "        if rank == horovod.rank() and other:\n",
         ),

@@ -16,8 +16,8 @@ from ringtrain import hvd, strategies
 from ringtrain.config import Config, with_values
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import checkpoint, memory_copies
-from ringtrain.run.memory_copies import Copies, Copy, Host
+from ringtrain.run import checkpoint, memory_copies, memory_folder
+from ringtrain.run.memory_folder import Copies, Copy, Host
 from ringtrain.run.resume import Start
 
 FACTS = {"metrics": {"loss": 0.5}, "num_ranks": 1, "records": "{}\n"}
@@ -29,13 +29,13 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in place of /dev/shm, of the only rank."""
     folder = tmp_path / "memory"
     folder.mkdir()
-    monkeypatch.setattr(memory_copies, "ROOT", folder)
+    monkeypatch.setattr(memory_folder, "ROOT", folder)
     monkeypatch.setattr(memory_copies, "PIECE_BYTES", 100)
     for name in ("rank", "local_rank"):
         monkeypatch.setattr(hvd, name, lambda: 0, raising=False)
     monkeypatch.setattr(hvd, "run_together", lambda action: action())
     monkeypatch.setattr(hvd, "allgather_object", lambda thing, name: [thing])
-    monkeypatch.setattr(hvd, "broadcast_object", lambda thing, root, name: thing)
+    monkeypatch.setattr(hvd, "on_rank_0", lambda action: action())
     monkeypatch.setattr(hvd, "forward_bytes", lambda sent, length, source, name: sent)
     return folder
 
@@ -47,7 +47,7 @@ def files(step: int) -> dict[str, dict[str, Any]]:
 
 def written(run: Path, *steps: int, of: str = "1-a", job: str = "", start: int = 0) -> Path:
     """Folder in memory with copies of a run."""
-    copies = Copies(memory_copies.folder_of(run), of, job, start)
+    copies = Copies(memory_folder.folder_of(run), of, job, start)
     for step in steps:
         copies.write(step, files(step), FACTS)
     assert copies.facts["failed"] == []
@@ -56,7 +56,7 @@ def written(run: Path, *steps: int, of: str = "1-a", job: str = "", start: int =
 
 def on_disk(run: Path, *steps: int, of: str = "1-a") -> None:
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
-    memory_copies._write_mark(run, of, "")
+    memory_folder.write_mark(run, of, "")
     for step in steps:
         checkpoint.save(run / "checkpoints", step, files(step), FACTS)
 
@@ -256,7 +256,7 @@ def test_a_folder_of_others_is_not_used(tmp_path: Path, memory: Path) -> None:
 
 
 def test_a_copy_that_does_not_fit_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    copies = Copies(memory_copies.folder_of(tmp_path / "run"), "1-a", "", 0)
+    copies = Copies(memory_folder.folder_of(tmp_path / "run"), "1-a", "", 0)
     copies.write(2, files(2), FACTS)
 
     def full(*_: object, **__: object) -> None:

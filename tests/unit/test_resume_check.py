@@ -14,7 +14,7 @@ from ringtrain.config import CheckpointConfig, Config, HvdConfig, OptimizerConfi
 from ringtrain.derived import derive
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import consistency, resume, resume_check, run_folder
+from ringtrain.run import from_checkpoint, resume, resume_check, run_folder
 from ringtrain.run.checkpoint import Checkpoint
 
 ADASUM = Config(
@@ -99,8 +99,7 @@ def test_a_checkpoint_of_format_1_between_two_updates_is_refused():
 
 def test_a_run_is_complete_with_all_that_it_is_to_export(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("ringtrain.hvd.rank", lambda: 0)  # Horovod is not started in this process
-    monkeypatch.setattr("ringtrain.hvd.run_together", lambda function: function())
-    monkeypatch.setattr("ringtrain.hvd.broadcast_object", lambda value, root_rank, name: value)
+    monkeypatch.setattr("ringtrain.hvd.on_rank_0", lambda function: function())
     summary = {"global_step": 20, "test_accuracy": 0.5, "started": 0.0, "fit_s": 1.0}
     run_folder.write_summary(tmp_path, summary | {"config": dataclasses.asdict(Config())})
     start = resume.Start(20, str(tmp_path / "checkpoints" / "step-00000020"))
@@ -110,7 +109,7 @@ def test_a_run_is_complete_with_all_that_it_is_to_export(tmp_path, monkeypatch, 
     def is_complete(**options) -> bool:
         source = SimpleNamespace(is_quiet=False)
         process = SimpleNamespace(config=Config(checkpoint=CheckpointConfig(**options)), lock=lock, source=source)
-        return bool(consistency.complete_summary(process, start, is_trained=True))
+        return bool(from_checkpoint.complete_summary(process, start, is_trained=True))
 
     assert not is_complete()
     (tmp_path / "model.keras").write_bytes(b"")

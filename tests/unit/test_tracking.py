@@ -21,7 +21,7 @@ from ringtrain.errors import RunDirectoryError
 from ringtrain.optim.schedules import Schedule, curve
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT
-from ringtrain.run import consistency, run_folder, tracking
+from ringtrain.run import from_checkpoint, run_folder, tracking
 
 
 def test_default_name_says_what_and_when(monkeypatch):
@@ -220,12 +220,11 @@ def test_a_restart_is_the_same_job_also_when_no_run_was_reported(tmp_path, holde
     monkeypatch.setattr(run_folder, "LEASE_S", 0.0)
     monkeypatch.setattr(run_folder, "EXPIRY_S", 0.0)
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
-    monkeypatch.setattr("ringtrain.hvd.rank", lambda: 0)  # Horovod is not started in this process
-    monkeypatch.setattr("ringtrain.hvd.run_together", lambda function: function())
+    monkeypatch.setattr("ringtrain.hvd.on_rank_0", lambda function: function())  # Horovod is not started here
     lock = run_folder.RunLock()
     with pytest.raises(RunDirectoryError, match="in use by process"):
-        consistency.lock_folder(SimpleNamespace(config=config, lock=lock, attempt=Attempt()))
-    consistency.lock_folder(SimpleNamespace(config=config, lock=lock, attempt=Attempt(number=1)))
+        from_checkpoint.lock_folder(SimpleNamespace(config=config, lock=lock, attempt=Attempt()))
+    from_checkpoint.lock_folder(SimpleNamespace(config=config, lock=lock, attempt=Attempt(number=1)))
     assert lock.folder == tmp_path
 
 

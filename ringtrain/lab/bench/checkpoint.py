@@ -66,14 +66,11 @@ def on_ranks(options: Options, train_args: Sequence[str]) -> dict[str, Any]:
     config = dataclasses.replace(config, checkpoint=every)
     ranks.begin(config)
 
-    def make() -> Path | None:
-        if hvd.rank() > 0:
-            return None
+    def make() -> Path:
         Path(config.run.directory).mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix="bench-", dir=config.run.directory))
 
-    made = hvd.run_together(make)
-    folder = hvd.broadcast_object(made, root_rank=0, name="ringtrain_folder")
+    folder = hvd.on_rank_0(make)
     try:
         return measure(config, options.steps, options.turns, folder)
     finally:

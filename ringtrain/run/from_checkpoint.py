@@ -1,0 +1,274 @@
+"""A run from its newest checkpoint: finds where it starts, restores its state, and opens its folder. Collective."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ringtrain import config_io
+from ringtrain.config import Config, with_values
+from ringtrain.derived import Numbers
+from ringtrain.errors import ConfigError, RunDirectoryError
+from ringtrain.protocol import failures
+from ringtrain.run import checkpoint, console, durable, log_capture, memory_copies, run_folder
+from ringtrain.run.consistency import DIVIDED
+from ringtrain.run.context import Opening
+
+if TYPE_CHECKING:
+    from ringtrain.run.context import Job, Process
+    from ringtrain.run.resume import Start
+
+PASSWORD = re.compile(r"//[^/@]*:[^/@]*@")
+"""in a URL"""
+
+
+def lock_folder(process: Process) -> None:
+    """Lets rank 0 lock an existing run folder before anything is read from it. Collective; raises RunDirectoryError."""
+    from ringtrain import hvd
+
+    config = process.config
+    existing = Path(config.run.directory) / config.run.name
+
+    def take() -> None:
+        if config.run.name and run_folder.is_run(existing):
+            process.lock.take(existing, same_job=process.attempt.number > 0)
+
+    hvd.on_rank_0(take)
+
+
+def _fetch(process: Process) -> bool:
+    """Takes the lease of the run's mirror, and copies the run from there if it is further than the local folder.
+
+    Returns whether the run has checkpoints now, with which it goes on.
+    """
+    from ringtrain.run.mirror import Mirror
+
+    config, lock = process.config, process.lock
+    if not config.run.name:
+        raise ConfigError("run.mirror needs the name by which a start on another host finds the run: give --run.name")
+    if PASSWORD.search(config.run.mirror):
+        raise ConfigError("run.mirror has a password, which config.toml would contain: use the store's own credentials")
+    folder = Path(config.run.directory) / config.run.name
+    there, here = Path(config.run.mirror).resolve() / config.run.name, folder.resolve()
+    if "://" not in config.run.mirror and (there.is_relative_to(here) or here.is_relative_to(there)):
+        raise ConfigError(f"run.mirror: got {config.run.mirror}, which is run.directory or in the run: choose another")
+    is_again = process.attempt.number > 0
+    lock.mirror = lock.mirror or Mirror(config.run.mirror, config.run.name, same_job=is_again)
+    if config.run.resume == "never" and not is_again:
+        if lock.mirror.has_run:
+            raise RunDirectoryError(f"{lock.mirror.url}: exists already: choose another --run.name, or delete it")
+        return False
+    fetched = lock.mirror.fetch(folder)
+    if fetched:
+        print(f"ringtrain: {lock.mirror.url}: copied from there: {fetched.name}", file=sys.stderr, flush=True)
+    return bool(checkpoint.saved_in(folder / "checkpoints"))
+
+
+def find_start(process: Process) -> None:
+    """Brings a run's newest state to rank 0's disk, and decides which checkpoint it begins from. Collective."""
+    from ringtrain import hvd
+    from ringtrain.run import resume
+
+    # Locked before anything is read: another job, or an earlier attempt of this one, may still write to the folder.
+    lock_folder(process)
+    is_begun = False
+    if process.config.run.mirror:
+        is_begun = hvd.on_rank_0(lambda: _fetch(process))
+        lock_folder(process)
+    # The state in the memory of a host may be newer.
+    if process.config.checkpoint.memory_every_steps and memory_copies.fetch(process):
+        is_begun = True
+        lock_folder(process)
+    # A run that began from another one's checkpoint continues its own, once it has saved any.
+    has_left = hvd.on_rank_0(lambda: resume.has_left_its_source(process.config))
+    if has_left or is_begun:
+        process.config = with_values(process.config, {"run.resume": "auto"})
+
+
+def restore(
+    process: Process, job: Job, numbers: Numbers, is_trained: Callable[[Start], bool]
+) -> tuple[Start, Mapping[str, Any]]:
+    """Restores the checkpoint that `find_start` has decided on, on every rank, if there is one. Collective.
+
+    Returns the position from which the run starts and, if the run is complete, its summary.json, which rank 0 then
+    prints.
+    """
+    from ringtrain import hvd
+    from ringtrain.run import model_state, resume
+
+    # The newest valid checkpoint, from rank 0's disk: the ranks need no common one.
+    config = process.config
+    of_name = {name: text for name, text in job.checksums.items() if name in job.of_name}
+    start = resume.restore(job.model, *resume.source_of(config), config, numbers, of_name)
+    start = _at_initial_epoch(start, numbers)
+    job.numbers = dataclasses.replace(job.numbers, initial_epoch=start.initial_epoch)  # as checkpoints keep it
+    # A person who names a checkpoint may change the data on purpose; that is said once.
+    for name, before in start.checksums.items() if hvd.rank() == 0 else ():
+        if job.checksums.get(name, before) != before:
+            what, _, _ = name.partition(DIVIDED)
+            text = f"{start.source} was saved with another {what}: its weights were trained with that"
+            print(f"ringtrain: {text}", file=sys.stderr, flush=True)
+    frozen = model_state.frozen_layers(job.model)
+    if start.frozen is not None and start.frozen != frozen and hvd.rank() == 0:
+        text = f"was saved with {len(start.frozen)} frozen layers, now there are {len(frozen)}, or other ones"
+        print(f"ringtrain: {start.source} {text}: set trainable before training, not in a callback", file=sys.stderr)
+    # A run that is complete stays as it is. One that has nothing saved may begin from other weights.
+    summary = complete_summary(process, start, is_trained(start), f"{job.validation.prefix}accuracy")
+    if not summary and config.run.init_from and not start.source:
+        source = Path(config.run.init_from)
+        hvd.on_rank_0(lambda: resume.load_weights(job.model, source))
+        hvd.broadcast_model(job.model, root_rank=0)
+    return start, summary
+
+
+def _at_initial_epoch(start: Start, numbers: Numbers) -> Start:
+    """Position of a run that begins with a later epoch than 0, unless a checkpoint has another one, which is said."""
+    from ringtrain import hvd
+
+    initial, steps = numbers.initial_epoch, numbers.steps_per_epoch
+    if not initial:
+        return start
+    if not start.source:
+        return dataclasses.replace(start, global_step=initial * steps, initial_epoch=initial)
+    if start.global_step != initial * steps and hvd.rank() == 0:
+        epoch = start.global_step // steps
+        text = f"{start.source} decides where this run goes on, in epoch {epoch}, counted from 0, instead of"
+        print(f"ringtrain: {text} initial_epoch {initial}", file=sys.stderr, flush=True)
+    return start
+
+
+class FromCheckpoint:
+    """State of a run from its newest checkpoint: a base class of sources, see `run.context.Source`."""
+
+    def restore(self, process: Process, job: Job) -> tuple[Start, Mapping[str, Any]]:
+        num_steps = job.numbers.num_steps
+        find_start(process)
+        return restore(process, job, job.numbers, lambda start: start.global_step >= num_steps)
+
+    def open_folder(self, process: Process, job: Job, start: Start) -> Opening:
+        from ringtrain import hvd
+        from ringtrain.run import tracking
+
+        # Journals of all ranks have the same start, by which a reader knows the lines of one attempt.
+        folder = make_folder(process, job.numbers, start)
+        facts = {
+            "global_step": start.global_step,
+            "resumed_from": start.source,
+            "stages": process.stages.moments,
+            "versions": tracking.versions(),
+        }
+        start_s = hvd.broadcast_object(time.time(), root_rank=0, name="ringtrain_start_s")
+        return Opening(folder=folder, log=f"rank-{hvd.rank()}.log", event="start", facts=facts, start_s=start_s)
+
+
+def complete_summary(
+    process: Process, start: Start, is_trained: bool, accuracy_name: str = "test_accuracy"
+) -> Mapping[str, Any]:
+    """Summary of a run with nothing left to train or to export, which rank 0 then prints; else {}. Collective."""
+    from ringtrain import hvd
+    from ringtrain.run import stopping
+
+    # It has ended by its options: after its last step, or by a rule such as train.patience.
+    config, folder = process.config, process.lock.folder
+    ended_by = ""
+    if not is_trained:
+        accuracy = start.metrics.get(accuracy_name, 0.0)
+        ended_by = stopping.reason_to_stop(config, start.monitored, accuracy)
+
+    def read() -> Mapping[str, Any]:
+        if folder is None or Path(start.source).parent != folder / "checkpoints":
+            return {}
+        summary = run_folder.read_summary(folder)
+        # A configured run continues after its callbacks have ended it; those of a script decide for good.
+        of_script = "script" in summary
+        is_ended = of_script and summary["stopped_by"] == console.A_CALLBACK
+        # It is complete with all its files only; an export that has failed is tried again.
+        exported = ["model.keras"]
+        if config.checkpoint.saved_model:
+            exported.append("saved_model")
+        has_all = "not_exported" not in summary and all((folder / name).exists() for name in exported)
+        has_all = has_all or (of_script and checkpoint.result_step(folder) == start.global_step)
+        has_all = has_all and summary.get("global_step") == start.global_step
+        if has_all and (is_trained or ended_by or is_ended):
+            return summary
+        return {}
+
+    summary = hvd.on_rank_0(read)
+    if summary and folder is not None:
+        console.show_complete(console.terminal_of(process), folder, summary, ended_by)
+    return summary
+
+
+def open_log(process: Process, path: Path) -> None:
+    """Also writes standard error to the log of this rank from now on."""
+    from ringtrain import hvd
+
+    first_line = f"rank {hvd.rank()} of {hvd.size()} on {socket.gethostname()}: {process.pinning}"
+    process.together(lambda: log_capture.log_to(path, first_line))
+
+
+def make_folder(process: Process, numbers: Numbers, start: Start) -> Path:
+    """Creates the run folder on rank 0, or reuses that of the previous attempt, and broadcasts its path. Collective."""
+    from ringtrain import hvd
+
+    config, lock = process.config, process.lock
+
+    # On rank 0, whose clock names it; with the lock, so that no second job can take it.
+    def make() -> Path:
+        name = config.run.name or run_folder.default_name(config.data.name)
+        folder = run_folder.create_folder(
+            Path(config.run.directory),
+            name,
+            number_if_taken=not config.run.name,
+            # Without the lock, the folder did not exist when checkpoints were searched.
+            reuse=lock.folder is not None and (config.run.resume != "never" or process.attempt.number > 0),
+        )
+        lock.take(folder)
+        _write_config(folder, config, numbers)
+        return folder
+
+    # The others get its name. Checkpoints after the one that training resumes from belong to a past that is left.
+    folder = hvd.on_rank_0(make)
+    if hvd.rank() == 0 and process.is_first:
+        failures.report_run(folder.name)
+    if start.source:
+        hvd.on_rank_0(lambda: checkpoint.remove_after(folder / "checkpoints", start.global_step))
+    return folder
+
+
+def _write_config(folder: Path, config: Config, numbers: Numbers) -> None:
+    derived = "".join(f"# {name} = {value}\n" for name, value in dataclasses.asdict(numbers).items())
+    durable.write(folder / "config.toml", f"# derived:\n{derived}\n{config_io.to_toml(config)}")
+
+
+def take_over(process: Process, folder: Path, numbers: Numbers, records: str) -> None:
+    """Lets a rank that has become rank 0 write to the folder of its run, which its host may not have. On rank 0.
+
+    Args:
+        records: Content of metrics.jsonl so far; "" if it is not known.
+    """
+    config, lock = process.config, process.lock
+    if lock.folder == folder:
+        return
+    is_here = (folder / "config.toml").is_file()
+    if not is_here:
+        run_folder.make_subfolders(folder)
+    lock.take(folder, same_job=True)
+    if config.run.mirror:
+        from ringtrain.run.mirror import Mirror
+
+        lock.mirror = Mirror(config.run.mirror, config.run.name, same_job=True)
+        lock.mirror.fetch_missing(folder)
+        lock.mirror.add(folder)  # the former rank 0 may not have copied all
+    if len(run_folder.records_of(folder)) < len(records):
+        durable.write(folder / run_folder.METRICS, records)
+    if not is_here:
+        _write_config(folder, config, numbers)
+        text = f"{folder} is made on {socket.gethostname()}, the host of rank 0 now"
+        print(f"ringtrain: {text}", file=sys.stderr, flush=True)
