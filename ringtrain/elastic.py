@@ -119,7 +119,7 @@ class OtherRanks:
 
     def restore(self, process: Process, job: Job) -> tuple[resume.Start, Mapping[str, Any]]:
         """Position of the rank that is furthest; on the first ranks, of the newest checkpoint."""
-        hvd.elastic.set_share(job.model.optimizer, 1.0)  # all ranks reduce together, from the same weights
+        hvd.elastic.set_gradient_share(job.model.optimizer, 1.0)  # all ranks reduce together, from the same weights
         if self.state.folder:
             endings = hvd.allgather_object(self.strategy.ending, name="ringtrain_endings")
             return dataclasses.replace(self.state.start, ending=_common(endings)), {}

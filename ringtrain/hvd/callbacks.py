@@ -17,7 +17,7 @@ from ringtrain.errors import RingtrainError
 from ringtrain.hvd import monitoring
 from ringtrain.hvd.backend import Sum, horovod
 from ringtrain.hvd.collectives import allgather_object
-from ringtrain.hvd.keras_patches import has_schedule, has_weights, innermost, velocities
+from ringtrain.hvd.keras_patches import has_schedule, has_weights, innermost, reduction_of, velocities
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.reducers.local_steps import end_round, steps_of_round
 from ringtrain.hvd.sync import broadcast_model, check_in_sync, differing_weights
@@ -61,10 +61,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local_variables.append(var)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        reduction = getattr(innermost(self.model.optimizer), "reduction", None)
+        reduction = reduction_of(self.model.optimizer)
         batches = None
         if reduction is not None and reduction.process_set.included():
-            steps, epochs = self.params.get("steps"), self.params.get("epochs")
+            params = self.params or {}  # a loop by hand may give none
+            steps, epochs = params.get("steps"), params.get("epochs")
             batches = (reduction.process_set.process_set_id, socket.gethostname(), steps, epochs)
         ranks = allgather_object((has_weights(self.model), batches), name="ringtrain_train_begin")
         refuse_other_batches([batches for _, batches in ranks])

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from ringtrain.errors import OutOfSync
 from ringtrain.hvd.collectives import allreduce
-from ringtrain.hvd.keras_patches import distributed, innermost, make_plain, saved_as_its_base, set_class
+from ringtrain.hvd.keras_patches import distributed, innermost, make_plain, reduction_of, saved_as_its_base, set_class
 from ringtrain.hvd.reducer import Reducer, name_of
 from ringtrain.hvd.reduction import Reduction, scaled
 from ringtrain.hvd.step_timing import PLACE
@@ -129,7 +129,7 @@ def weigh_gradients(optimizer: Any, share: tf.Variable | None) -> None:
         share: float64 []; number of this rank's samples times the number of ranks, divided by the number of all
             samples, so that the average over the ranks is the gradient of the whole batch. None: 1.
     """
-    innermost(optimizer).reduction.share = share
+    reduction_of(optimizer).share = share
 
 
 def track_gradient_norm(optimizer: Any) -> GradientNorm:
@@ -144,7 +144,7 @@ def track_gradient_norm(optimizer: Any) -> GradientNorm:
     Raises:
         TypeError: The optimizer is not distributed, or is a `MultiOptimizer`.
     """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = innermost(optimizer)
     if not isinstance(inner, Distributed):
         raise TypeError(f"track_gradient_norm: got {type(inner).__name__}, expected a distributed optimizer")
     # On the class, which only this optimizer has: Keras would track and save a variable of the object.

@@ -26,7 +26,7 @@ from ringtrain.hvd.backend import (
 )
 from ringtrain.hvd.batch_norm import is_shared, seeds
 from ringtrain.hvd.collectives import allgather_object, broadcast_object, broadcast_variables, init, shutdown
-from ringtrain.hvd.keras_patches import compiled_optimizer, has_weights, innermost, optimizers_of
+from ringtrain.hvd.keras_patches import compiled_optimizer, has_weights, optimizers_of, reduction_of
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.process import PROCESS, elastic
 from ringtrain.hvd.sync import broadcast_model
@@ -88,7 +88,7 @@ class _Listener:
         PROCESS.host_changes.put((timestamp, update_res))
 
 
-def set_share(optimizer: Any, share: float) -> None:
+def set_gradient_share(optimizer: Any, share: float) -> None:
     """Sets the weight of this rank's gradients in the average, for batches that are unevenly distributed over ranks.
 
     Args:
@@ -96,7 +96,7 @@ def set_share(optimizer: Any, share: float) -> None:
         share: Number of this rank's samples times the number of ranks, divided by the number of all samples; 1 if all
             ranks have the same number.
     """
-    innermost(optimizer).reduction.share.assign(share)
+    reduction_of(optimizer).share.assign(share)
 
 
 class _VariablesState(_Listener, ObjectState):

@@ -124,7 +124,7 @@ def report_trained_alone(rank: int, size: int) -> None:
 
 def distributed(optimizer: Any) -> bool:
     """Returns whether an optimizer, or the one inside a `LossScaleOptimizer`, reduces gradients over the ranks."""
-    return getattr(innermost(optimizer), "reduction", None) is not None
+    return reduction_of(optimizer) is not None
 
 
 def refuse_horovods_own(optimizer: Any) -> None:
@@ -141,6 +141,11 @@ def innermost(optimizer: Any) -> Any:
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer
+
+
+def reduction_of(optimizer: Any) -> Any:
+    """Returns the reduction of a distributed optimizer, also inside a `LossScaleOptimizer`; None: of another one."""
+    return getattr(innermost(optimizer), "reduction", None)
 
 
 def compiled_optimizer(model: keras.Model) -> Any:

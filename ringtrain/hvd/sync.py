@@ -26,6 +26,7 @@ from ringtrain.hvd.keras_patches import (
     innermost,
     layers_of,
     optimizers_of,
+    reduction_of,
     refuse_horovods_own,
     slots_of,
 )
@@ -216,7 +217,7 @@ def _apart(ours: Any, other: Any) -> np.float64:
 
 def _process_set(optimizer: Any) -> ProcessSet:
     """Ranks that an optimizer trains with."""
-    reduction = getattr(innermost(optimizer), "reduction", None)
+    reduction = reduction_of(optimizer)
     if reduction is None:
         return global_process_set
     return reduction.process_set
@@ -228,7 +229,7 @@ def _require_same_settings(model: keras.Model, optimizer: Any, process_set: Proc
     for other in optimizers_of(model, optimizer):
         if other is not optimizer:
             num_others += len(other.variables)
-    reduction = getattr(inner, "reduction", None)
+    reduction = reduction_of(optimizer)
     settings = {
         "optimizer": type(inner).__name__,
         "gradient_accumulation_steps": inner.gradient_accumulation_steps,

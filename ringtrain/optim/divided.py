@@ -63,7 +63,7 @@ class Comparison:
     draws_by_tensorflow: bool = False
     distance: float | None = None
     """of the mean of the halves' gradients from that of the whole batch, if it is more than rounding"""
-    metrics: metric_states.Sums | None = None
+    metrics: metric_states.StateKinds | None = None
     """what was seen of metrics"""
     error: str = ""
     """why gradients were not compared"""

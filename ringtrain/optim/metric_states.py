@@ -19,7 +19,7 @@ Rows = Callable[[int, int], Any]
 """Function that returns the batch of the rows from one number up to another, of `NUM_ROWS`."""
 
 
-class Sums(NamedTuple):
+class StateKinds(NamedTuple):
     """What was seen of metrics, by name."""
 
     not_over_rows: list[str]
@@ -50,7 +50,7 @@ def _is_of_keras(metric: Any) -> bool:
     return type(metric).__module__.startswith("keras.")
 
 
-def sums(metrics: Sequence[Any], reset: Callable[[], None], update: Callable[[int, int], None]) -> Sums:
+def sums(metrics: Sequence[Any], reset: Callable[[], None], update: Callable[[int, int], None]) -> StateKinds:
     """Updates metrics with a batch, with its halves, and with one half after the other.
 
     Args:
@@ -77,10 +77,10 @@ def sums(metrics: Sequence[Any], reset: Callable[[], None], update: Callable[[in
     elsewhere = [metric.name for metric in metrics if not metric.variables]
     over_rows = elsewhere + _unequal(names, states((0, NUM_ROWS)), states(first), states(second))
     if all(_is_of_keras(metric) for metric in metrics):
-        return Sums(over_rows, [])
+        return StateKinds(over_rows, [])
     added = states(first, from_zeros=True), states(second, from_zeros=True)
     over_updates = elsewhere + _unequal(names, states(first, second), states(), *added)
-    return Sums(over_rows, over_updates)
+    return StateKinds(over_rows, over_updates)
 
 
 def _values(variable: Any) -> Any:
@@ -99,11 +99,11 @@ def _unequal(names: Sequence[str], expected: list[list[Any]], *summands: list[li
     return unequal
 
 
-def of_test_step(model: keras.Model, rows: Rows) -> Sums | None:
+def of_test_step(model: keras.Model, rows: Rows) -> StateKinds | None:
     """What is seen of the metrics in steps of evaluation, after which the model is as before; None: nothing."""
     metrics = metrics_of(model)
     if not metrics:
-        return Sums([], [])
+        return StateKinds([], [])
     # What a layer draws or counts differs between steps: nothing is seen then.
     kept = [*hvd.seeds(model), *hvd.global_seed(), *hvd.layers_own_variables(model)]
     before = [keras.ops.convert_to_numpy(variable) for variable in kept]

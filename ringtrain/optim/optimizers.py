@@ -179,7 +179,7 @@ def set_rate(optimizer: keras.optimizers.Optimizer, rate: float) -> None:
     getattr(optimizer, "inner_optimizer", optimizer).learning_rate = rate
 
 
-def set_share(optimizer: keras.optimizers.Optimizer, full_rate: float, share: float) -> None:
+def set_rate_share(optimizer: keras.optimizers.Optimizer, full_rate: float, share: float) -> None:
     """Sets the learning rate of an optimizer to a fraction, `share`, of its schedule's rate or of full_rate."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if isinstance(optimizer._learning_rate, LearningRate):

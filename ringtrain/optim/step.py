@@ -26,7 +26,7 @@ from ringtrain import hvd
 from ringtrain.data.parts import Header, num_rows_of, rows_of
 from ringtrain.errors import ConfigError
 from ringtrain.hvd import train_step
-from ringtrain.hvd.keras_patches import innermost, layers_of, slots_of
+from ringtrain.hvd.keras_patches import innermost, layers_of, reduction_of, slots_of
 from ringtrain.hvd.step_timing import PLACE
 from ringtrain.optim import divided, own_step
 from ringtrain.optim.kept_gradients import gradients_kept
@@ -158,7 +158,7 @@ class Step:
                     " which elastic runs and virtual ranks cannot undo: leave it out"
                 )
         # Floats become means over all rows; counters and seeds advance once in a step, whatever its number of parts.
-        self.reduction = innermost(model.optimizer).reduction
+        self.reduction = reduction_of(model.optimizer)
         of_one_rank = hvd.weights_of_one_rank(model)
         self.moving = [variable for variable in of_one_rank if keras.backend.is_float_dtype(variable.dtype)]
         self.counters = [variable for variable in of_one_rank if keras.backend.is_int_dtype(variable.dtype)]
@@ -333,7 +333,7 @@ class Step:
     def weighed(self, share: Any) -> Iterator[None]:
         """Context in which the optimizers weigh this rank's gradients."""
         # A model may have several optimizers, as a GAN has, and each reduces its own gradients.
-        reductions = [innermost(optimizer).reduction for optimizer in hvd.optimizers_of(self.model)]
+        reductions = [reduction_of(optimizer) for optimizer in hvd.optimizers_of(self.model)]
         before = [reduction.share for reduction in reductions]
         for reduction in reductions:
             reduction.share = share

@@ -23,7 +23,7 @@ from ringtrain.data.parts import Parts
 from ringtrain.data.pipeline_graph import DRAWS
 from ringtrain.errors import ConfigError, OutOfSync
 from ringtrain.hvd import train_step
-from ringtrain.hvd.keras_patches import innermost
+from ringtrain.hvd.keras_patches import reduction_of
 from ringtrain.hvd.reduction import scaled
 from ringtrain.hvd.step_timing import PLACE
 from ringtrain.optim import own_step
@@ -116,7 +116,7 @@ def sum_of_all(rows: tf.Tensor, num: int, reduction: Any) -> tf.Tensor:
 
 def check_order(model: keras.Model, num: int) -> None:
     """Verifies, with known numbers, that the ranks add in the order of the tree. Collective; raises OutOfSync."""
-    reduction = innermost(model.optimizer).reduction
+    reduction = reduction_of(model.optimizer)
     rows = np.random.default_rng(num).normal(size=(num, 61)).astype(np.float32)
     rank, size = reduction.place()
     virtual_ranks = Parts.of_rank(rank, size, num).numbers

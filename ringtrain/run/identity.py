@@ -66,10 +66,11 @@ def _of_layer(config: Mapping[str, Any]) -> dict[str, Any]:
 def used_optimizers(model: keras.Model) -> list[Any]:
     """Optimizers that train a built model, each without its loss scale."""
     from ringtrain import hvd
+    from ringtrain.hvd.keras_patches import innermost
 
     # One that is not built is that of a `compile` without arguments, which the script's own train_step does not use.
     used = [optimizer for optimizer in hvd.optimizers_of(model) if optimizer.built] or [model.optimizer]
-    return [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in used]
+    return [innermost(optimizer) for optimizer in used]
 
 
 def of_compiled(model: keras.Model) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from ringtrain import hvd
+from ringtrain.hvd.keras_patches import innermost
 from ringtrain.run import callback_state
 
 if TYPE_CHECKING:
@@ -84,8 +85,7 @@ class Training:
         run.callbacks.saver.finish()
         clock.keep_state()
         for optimizer in hvd.optimizers_of(model):
-            inner = getattr(optimizer, "inner_optimizer", optimizer)
-            optimizer.finalize_variable_values(inner._trainable_variables)
+            optimizer.finalize_variable_values(innermost(optimizer)._trainable_variables)
         self.callbacks.on_train_end(logs)
 
     def begin_step(self, step: int) -> None:

@@ -265,7 +265,7 @@ class Plateau(keras.callbacks.Callback):
 
     def _set_rate(self) -> None:
         if self.config.schedule.plateau_patience:
-            optimizers.set_share(self.model.optimizer, self.run.numbers.learning_rate, self.share)
+            optimizers.set_rate_share(self.model.optimizer, self.run.numbers.learning_rate, self.share)
 
 
 def reason_to_stop(config: Config, values: Sequence[float], accuracy: float) -> str:

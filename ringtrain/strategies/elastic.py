@@ -294,7 +294,7 @@ class BatchScheduler(resume.Clock):
         first, last = bounds[0][0], bounds[-1][1]
         self.part = current.position + first, current.position + last
         if run.data_set.train.has_classes:  # else each batch has its share
-            hvd.elastic.set_share(self.model.optimizer, (last - first) * run.size / self.in_step)
+            hvd.elastic.set_gradient_share(self.model.optimizer, (last - first) * run.size / self.in_step)
         if self.schedule is None:
             return
         steps = numbers.steps_per_epoch

@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from ringtrain import hvd
-from ringtrain.hvd.keras_patches import innermost, layers_of
+from ringtrain.hvd.keras_patches import layers_of, reduction_of
 from ringtrain.hvd.train_step import TrainStep, has_layer, wrap
 from ringtrain.lab.prove import suspects
 from ringtrain.protocol.env import PROVE
@@ -84,7 +84,7 @@ class Rows(keras.callbacks.Callback):
     def _has_share(self) -> tf.Tensor:
         """Whether the rows count: a rank without rows in a batch trains one of another rank with the weight 0."""
         for optimizer in hvd.optimizers_of(self.model):
-            reduction = getattr(innermost(optimizer), "reduction", None)
+            reduction = reduction_of(optimizer)
             if reduction is not None and reduction.share is not None:
                 return tf.convert_to_tensor(reduction.share) > 0
         return tf.constant(True)

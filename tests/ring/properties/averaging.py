@@ -81,7 +81,7 @@ def _train_unevenly(optimizer, weighted):
         for x, y in small.global_batches(3):
             own = np.array_split(np.arange(num_samples), size)[hvd.rank()]
             if weighted:
-                hvd.elastic.set_share(optimizer, len(own) * size / num_samples)
+                hvd.elastic.set_gradient_share(optimizer, len(own) * size / num_samples)
             own = own if len(own) else np.arange(1)
             model.train_on_batch(x[own], y[own])
     return model
