@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from ringtrain.protocol.failures import REDUCING, Failure
-from ringtrain.protocol.reader import Reader
+from ringtrain.protocol.reader import TAG, Reader
 
 # Launchers' tags of a rank's output: Open MPI 4 "[1,3]<stderr>:", 5 "[prterun-host1-99@1,3]<stderr>: ", Hydra "[3] ",
 # horovodrun over Gloo "[3]<stderr>:", srun "3: ".
@@ -77,9 +77,9 @@ class JobResult:
 
 
 def rank_of(line: str) -> tuple[int, str] | None:
-    """Rank that wrote a line, and the line without the launcher's tag; None: the launcher itself."""
+    """Rank that wrote a line, and the line without the launcher's tags; None: the launcher itself."""
     match = TAGGED.match(line)
-    return (int(match[1] or match[2]), match[3]) if match else None
+    return (int(match[1] or match[2]), TAG.sub("", match[3])) if match else None
 
 
 def decide(

@@ -266,7 +266,10 @@ def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **kwargs: Any
     """
     bound = inspect.signature(horovod.DistributedGradientTape).bind(gradtape, *args, **kwargs)
     bound.apply_defaults()
-    tape = horovod.DistributedGradientTape(gradtape, *args, **kwargs)
+    groups = bound.arguments["groups"]
+    if isinstance(groups, list):
+        bound.arguments["groups"] = [[tensor_of(variable) for variable in group] for group in groups]
+    tape = horovod.DistributedGradientTape(*bound.args, **bound.kwargs)
     if not bound.arguments["sparse_as_dense"]:
         _sum_sparse_in_one_order(tape, bound.arguments)
     _name_by_order(tape, bound.arguments["sparse_as_dense"])

@@ -106,6 +106,8 @@ def restore(
     config = process.config
     of_name = {name: text for name, text in job.checksums.items() if name in job.of_name}
     start = resume.restore(job.model, *resume.source_of(config), config, numbers, of_name)
+    if not start.source:
+        hvd.on_rank_0(lambda: _look_for_lost_checkpoints(process.lock.folder, numbers.num_steps))
     start = _at_initial_epoch(start, numbers)
     job.numbers = dataclasses.replace(job.numbers, initial_epoch=start.initial_epoch)  # as checkpoints keep it
     # A person who names a checkpoint may change the data on purpose; that is said once.
@@ -125,6 +127,20 @@ def restore(
         hvd.on_rank_0(lambda: resume.load_weights(job.model, source))
         hvd.broadcast_model(job.model, root_rank=0)
     return start, summary
+
+
+def _look_for_lost_checkpoints(folder: Path | None, num_steps: int) -> None:
+    """Raises RunDirectoryError for a complete run without checkpoints; says of another one that it begins anew."""
+    if folder is None:
+        return
+    if run_folder.read_summary(folder).get("global_step", -1) >= num_steps:
+        raise RunDirectoryError(
+            f"{folder}: is complete, but has no checkpoint any more, so that training would begin anew and replace its"
+            f" results: choose another name, or delete the folder"
+        )
+    if run_folder.records_of(folder):
+        text = f"{folder} has metrics, but no checkpoint any more: training begins anew, and replaces them"
+        print(f"ringtrain: {text}", file=sys.stderr, flush=True)
 
 
 def _at_initial_epoch(start: Start, numbers: Numbers) -> Start:

@@ -75,7 +75,7 @@ def create_folder(parent: Path, name: str, number_if_taken: bool, reuse: bool = 
     candidate, number = parent / name, 1
     try:
         durable.make_folders(parent)
-        known = reuse and (candidate / "config.toml").is_file()
+        known = reuse and _has_run(candidate)
         while not known and not _claimed(candidate, only_new=number_if_taken):
             if not number_if_taken:
                 raise RunDirectoryError(f"{candidate}: exists already: choose another --run.name, or delete it")
@@ -107,7 +107,11 @@ def _claimed(folder: Path, only_new: bool) -> bool:
 
 def is_run(folder: Path) -> bool:
     """Returns whether a folder is that of a run, including one that was killed at its start."""
-    return (folder / "config.toml").is_file() or _holds_no_files(folder)
+    return _has_run(folder) or _holds_no_files(folder)
+
+
+def _has_run(folder: Path) -> bool:
+    return (folder / "config.toml").is_file() or any(folder.glob("checkpoints/step-*"))
 
 
 def _holds_no_files(folder: Path) -> bool:
