@@ -189,6 +189,7 @@ def test_a_launcher_that_fails_by_itself() -> None:
     [
         ("[1,12]<stderr>:hello [x]", (12, "hello [x]")),
         ("[prterun-host1-4242@1,3]<stderr>: hello", (3, "hello")),
+        ("[1,12]<stderr>:hello[1,12]<stderr>:", (12, "hello")),
         ("[3] hello", (3, "hello")),
         ("[3]<stderr>:hello", (3, "hello")),
         ("3: hello", (3, "hello")),

@@ -50,6 +50,38 @@ def test_an_empty_folder_may_be_used(tmp_path):
     assert run_folder.create_folder(tmp_path, "mine", number_if_taken=False) == tmp_path / "mine"
 
 
+def test_a_folder_with_checkpoints_is_a_run_also_without_its_configuration(tmp_path):
+    (tmp_path / "mine" / "checkpoints" / "step-00000010").mkdir(parents=True)
+    (tmp_path / "mine" / "metrics.jsonl").write_text("")
+    assert run_folder.is_run(tmp_path / "mine")
+    assert run_folder.create_folder(tmp_path, "mine", number_if_taken=False, reuse=True) == tmp_path / "mine"
+
+
+def test_a_complete_run_without_checkpoints_is_not_trained_again(tmp_path, capsys):
+    look = from_checkpoint._look_for_lost_checkpoints
+    look(None, 20)
+    look(tmp_path, 20)
+    assert not capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1}\n')
+    look(tmp_path, 20)
+    assert "has metrics, but no checkpoint any more: training begins anew" in capsys.readouterr().err
+    run_folder.write_summary(tmp_path, {"global_step": 20})
+    with pytest.raises(RunDirectoryError, match="is complete, but has no checkpoint any more"):
+        look(tmp_path, 20)
+    look(tmp_path, 30)  # more epochs are asked for
+
+
+@pytest.mark.parametrize(
+    ("recorded", "epoch", "missing"),
+    [([1, 2, 3], 3, ""), ([], 3, ""), ([3], 3, ""), ([1, 3], 3, "epoch 2"), ([1], 3, "epoch 2, 3")],
+)
+def test_epochs_that_the_metrics_lack_are_named(recorded, epoch, missing, tmp_path, capsys):
+    recorder = SimpleNamespace(epochs=[{"epoch": number} for number in recorded], folder=tmp_path)
+    tracking.Recorder._report_gaps(recorder, epoch)
+    message = capsys.readouterr().err
+    assert (f"lacks the metrics of {missing}\n" in message) if missing else not message
+
+
 def test_a_folder_of_a_run_that_was_killed_while_it_began_may_be_used(tmp_path):
     folder = run_folder.create_folder(tmp_path, "mine", number_if_taken=False)
     run_folder.RunLock().take(folder)

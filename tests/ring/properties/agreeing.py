@@ -277,6 +277,9 @@ def ranks_fail_together_or_not_at_all():
             pass
 
     assert "no-such-file" in small.raised(RingtrainError, lambda: hvd.run_together(unreadable))
+    assert hvd.on_rank_0(lambda: f"of rank {hvd.rank()}") == "of rank 0"
+    message = small.raised(RingtrainError, lambda: hvd.on_rank_0(unreadable))
+    assert "no-such-file" in message and message.startswith("rank 0 on ") == (hvd.rank() > 0)
 
 
 def _fit_checked(callbacks):

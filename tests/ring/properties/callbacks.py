@@ -36,6 +36,19 @@ def broadcast_comes_before_the_first_step():
     assert small.spread(model) == 0
 
 
+def a_loop_by_hand_may_call_the_broadcast():
+    """As GANs do that train their parts by `train_on_batch`: the callback then has no parameters of a fit."""
+    model = small.build(seed=hvd.rank())
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    broadcast.set_model(model)
+    broadcast.on_train_begin()
+    for number, (x, y) in enumerate(small.shares(2)):
+        model.train_on_batch(x, y)
+        broadcast.on_train_batch_end(number)
+    assert small.spread(model) == 0
+
+
 def unequal_numbers_of_batches_are_refused():
     """Each rank would train its own number and wait for the others in the next."""
     broadcast = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]

@@ -268,6 +268,18 @@ def each_process_set_trains_a_model_of_its_own() -> None:
         hvd.remove_process_set(one)
 
 
+def a_tape_reduces_groups_of_keras_variables_together() -> None:
+    model = small.build()
+    (x, y) = small.shares(1)[0]
+    gradients = []
+    for groups in (None, [model.trainable_weights[:2], model.trainable_weights[2:]]):
+        with tf.GradientTape() as tape:
+            loss = _loss(model, x, y)
+        gradients.append(hvd.DistributedGradientTape(tape, groups=groups).gradient(loss, model.trainable_weights))
+    for plain, grouped in zip(*gradients, strict=True):
+        np.testing.assert_allclose(grouped, plain, rtol=1e-12)
+
+
 def a_tape_divides_local_from_reduced_gradients() -> None:
     model = small.build()
     x, y = small.shares(1)[0]
