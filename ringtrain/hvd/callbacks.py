@@ -158,13 +158,19 @@ class MetricAverageCallback(keras.callbacks.Callback):
         parts = []
         for name, value in values.items():
             weight = validation if name.startswith("val_") else train
-            parts += [value.reshape(-1) * weight if weight else np.zeros(value.size), np.array([weight])]
+            flat = value.reshape(-1)
+            parts += [flat * weight if weight else np.zeros(value.size), flat, np.array([weight])]
         with tf.device(self.device or CPU):
             sums = horovod.allreduce(tf.constant(np.concatenate(parts)), op=Sum, name="ringtrain_metric_average")
         flat = sums.numpy()
         for name, value in values.items():
-            total, weight, flat = flat[: value.size], flat[value.size], flat[value.size + 1 :]
-            mean = (total / weight).reshape(value.shape)
+            weighted, plain, weight = flat[: value.size], flat[value.size : 2 * value.size], flat[2 * value.size]
+            flat = flat[2 * value.size + 1 :]
+            if weight:
+                mean = weighted / weight
+            else:  # a train_step of its own that does not count in Keras' loss
+                mean = plain / horovod.size()
+            mean = mean.reshape(value.shape)
             logs[name] = mean if mean.ndim else float(mean)
 
 

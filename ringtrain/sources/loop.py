@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +17,8 @@ from ringtrain.hvd.keras_patches import has_weights
 from ringtrain.run import evaluation, identity, model_state
 from ringtrain.run.context import Job, Process, Validation
 from ringtrain.sources import script, script_model
+
+MAX_NAMES = 3
 
 
 class StepsOfScript(script.ModelOfScript):
@@ -139,8 +143,51 @@ class LoopOfScript(StepsOfScript):
             )
 
 
+class OtherVariables:
+    """Keras' variables of this process that are part of no model, optimizer or metric of a loop, with their values."""
+
+    def __init__(self, model: ModelsOfLoop) -> None:
+        saved = [*model_state.own_variables(model)]
+        for part in (*model.models, *model.optimizers):
+            saved += part.variables
+        known = {id(variable) for variable in saved}
+        variables = []
+        for thing in gc.get_objects():
+            # Not isinstance, which asks an object for its class: a lazy module would be loaded.
+            if issubclass(type(thing), keras.Variable):
+                variables.append(thing)
+            elif issubclass(type(thing), keras.Metric):  # one that is not saved is of the script's own output
+                known |= {id(variable) for variable in thing.variables}
+        self._before = [(variable, _checksum(variable)) for variable in variables if id(variable) not in known]
+
+    def name_changed(self) -> None:
+        """Says which have another value now."""
+        names = [variable.path for variable, before in self._before if _checksum(variable) != before]
+        if not names:
+            return
+        if len(names) > MAX_NAMES:
+            names[MAX_NAMES:] = [f"{len(names) - MAX_NAMES} more"]
+        text = (
+            f"ringtrain.loop: {', '.join(names)}: changes, but is of no model, optimizer or metric of the loop: it is"
+            f" not saved, and a resumed run begins with its first value: pass its model to ringtrain.loop, too"
+        )
+        print(f"ringtrain: {text}", file=sys.stderr, flush=True)
+
+
+def _checksum(variable: keras.Variable) -> int:
+    return zlib.crc32(keras.ops.convert_to_numpy(variable).tobytes())
+
+
 class EvaluationOfLoop(evaluation.Evaluation):
     """Metrics of all ranks, at the end of an epoch's steps, and what the script logs until the next epoch."""
+
+    others: OtherVariables | None = None
+    """on rank 0, until the first epoch has ended"""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        super().on_train_begin(logs)
+        if self.run.rank == 0:
+            self.others = OtherVariables(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         super().on_epoch_begin(epoch, logs)
@@ -153,6 +200,9 @@ class EvaluationOfLoop(evaluation.Evaluation):
             hvd.end_round(self.model)
             hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
             self.trained = self.summed(1)
+            if self.others is not None:
+                self.others.name_changed()
+                self.others = None
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if not self.run.clock.epoch_complete:

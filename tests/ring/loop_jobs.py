@@ -149,6 +149,26 @@ def a_loop_with_two_models_resumes() -> None:
 
 @only(np=2)
 @quick
+def what_a_loop_trains_but_does_not_save_is_named() -> None:
+    """A target network that follows the trained one, as in DDPG."""
+    said = []
+    for num_models in (1, 2):
+        model, optimizer, metric = _parts()
+        target = keras.models.clone_model(model)
+        optimizer.build(model.trainable_variables)
+        step = _step(model, optimizer, metric)
+        models = [model, target][:num_models]
+        run = _begun(f"targets-{num_models}", models, optimizer, [metric], epochs=1)
+        with contextlib.redirect_stderr(io.StringIO()) as stderr, run:
+            for _, (x, y) in run.batches(_batches()):
+                run.log(loss=step(x, y))
+                target.set_weights(model.get_weights())
+        said.append(stderr.getvalue())
+    named = "is of no model, optimizer or metric of the loop: it is not saved"
+    assert (named in said[0]) == (hvd.rank() == 0)
+    assert named not in said[1]
+
+
 def a_loop_refuses_what_would_train_apart() -> None:
     """Gradients that are not averaged, or twice; steps that are left; a loss of NaN; a model without weights."""
     tape = hvd.DistributedGradientTape

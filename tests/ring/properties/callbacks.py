@@ -36,6 +36,26 @@ def broadcast_comes_before_the_first_step():
     assert small.spread(model) == 0
 
 
+def metrics_of_a_step_without_keras_loss_are_averaged():
+    """As in a GAN, whose train_step returns losses of its own: no metric counts the samples."""
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def train_step(self, data):
+            return {"own": keras.ops.mean(data)}
+
+    model = Own()
+    model.dense.build((None, 2))
+    model.built = True
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    average = hvd.callbacks.MetricAverageCallback()
+    history = model.fit(np.full((4, 2), float(hvd.rank())), epochs=1, batch_size=2, verbose=0, callbacks=[average])
+    assert history.history["own"] == [(hvd.size() - 1) / 2]
+
+
 def a_loop_by_hand_may_call_the_broadcast():
     """As GANs do that train their parts by `train_on_batch`: the callback then has no parameters of a fit."""
     model = small.build(seed=hvd.rank())
