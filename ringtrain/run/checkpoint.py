@@ -255,7 +255,7 @@ def load_result(folder: Path) -> dict[str, NDArray[Any]]:
             return {name: file[name] for name in file if name != "global_step"}
     except UNREADABLE as error:
         raise CheckpointError(
-            f"{folder / RESULT}: cannot be read: {_one_line(error)}: give fit another name"
+            f"{folder / RESULT}: cannot be read: {_one_line(error)}: delete it, and the last checkpoint takes its place"
         ) from error
 
 

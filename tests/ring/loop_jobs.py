@@ -81,6 +81,38 @@ def _alone() -> tuple[keras.Model, list[float], list[float]]:
     return model, seen, losses
 
 
+@only(np=3)
+def a_mean_of_numbers_counts_by_rows() -> None:
+    """As guides track the loss of a batch, of which ranks have parts of unequal size."""
+
+    def steps(model: keras.Model, optimizer: Any, mean: Any) -> Any:
+        step = _step(model, optimizer, keras.metrics.MeanAbsoluteError())
+
+        def counted(x: Any, y: Any) -> None:
+            mean.update_state(step(x, y))
+
+        return counted
+
+    model, optimizer, _ = _parts()
+    mean, data = keras.metrics.Mean("of_steps"), _batches()
+    step = steps(model, optimizer, mean)
+    for x, y in data:
+        step(x, y)
+    expected = float(mean.result())
+
+    model, optimizer, _ = _parts()
+    mean, data = keras.metrics.Mean("of_steps"), _batches()
+    step = steps(model, optimizer, mean)
+    with _begun("means", model, optimizer, [mean], epochs=1) as run:
+        for _, (x, y) in run.batches(data):
+            step(x, y)
+        mean.reset_state()
+        mean.update_state(2.0)  # the script's own, after the steps
+        mean.update_state(4.0)
+        assert float(mean.count) == 2.0
+    np.testing.assert_allclose(run.history["of_steps"], [expected], rtol=1e-6)
+
+
 @only(np=2)
 @quick
 def a_loop_trains_the_model_of_one_process() -> None:
@@ -158,9 +190,9 @@ def what_a_loop_trains_but_does_not_save_is_named() -> None:
         optimizer.build(model.trainable_variables)
         step = _step(model, optimizer, metric)
         models = [model, target][:num_models]
-        run = _begun(f"targets-{num_models}", models, optimizer, [metric], epochs=1)
+        run, batches = _begun(f"targets-{num_models}", models, optimizer, [metric], epochs=1), _batches()
         with contextlib.redirect_stderr(io.StringIO()) as stderr, run:
-            for _, (x, y) in run.batches(_batches()):
+            for _, (x, y) in run.batches(batches):
                 run.log(loss=step(x, y))
                 target.set_weights(model.get_weights())
         said.append(stderr.getvalue())

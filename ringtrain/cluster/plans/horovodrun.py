@@ -141,7 +141,9 @@ def _plan(
         values[GLOO_TIMEOUT] = str(GLOO_TIMEOUT_S)
         reasons[GLOO_TIMEOUT] = "for ranks of a new host to load TensorFlow, while the others wait"
     because = "horovodrun, Horovod's launcher, with its services restricted to this job"
-    flags = [*clean_start(job, "horovodrun", job.working_directory), words(python, "-m", DRIVER, because=because)]
+    # -P: modules of the folder that it is started in, such as a secrets.py, are the script's, not the driver's.
+    driver = words(python, "-P", "-m", DRIVER, because=because)
+    flags = [*clean_start(job, "horovodrun", job.working_directory), driver]
     if gloo and job.grace_s and not first_ranks:
         because = "seconds for ranks to save after another has ended (--grace)"
         flags.append(words("--grace", f"{job.grace_s:g}", because=because))
