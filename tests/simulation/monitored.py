@@ -345,24 +345,26 @@ class Run:
 
     # ---- what must hold ----------------------------------------------------------------------------------------------
 
-    def limit_s(self) -> float:
+    def limit_s(self, median_s: float) -> float:
         """Seconds without progress after which the job ends, as docs/troubleshooting.md has it."""
         if max(rank.step for rank in self.ranks) < 2:
             return max(self.timeout_s, FIRST_STEPS_S)
-        return max(self.timeout_s, TIMES_MEDIAN * self._median_s())
+        return max(self.timeout_s, TIMES_MEDIAN * median_s)
 
-    def _median_s(self) -> float:
-        return max((statistics.median(map(sum, rank.parts)) for rank in self.ranks if rank.parts), default=0.0)
+    def warning_s(self, median_s: float) -> float:
+        return min(self.limit_s(median_s) / 2, max(MIN_WARNING_S, TIMES_MEDIAN * median_s))
 
-    def warning_s(self) -> float:
-        return min(self.limit_s() / 2, max(MIN_WARNING_S, TIMES_MEDIAN * self._median_s()))
+    def _medians_s(self) -> list[float]:
+        """Median steps of the ranks that live, of which some may have had one step more."""
+        steps = [map(sum, rank.parts) for rank in self.ranks if rank.is_alive and rank.parts]
+        return [statistics.median(step_s) for step_s in steps] or [0.0]
 
     def on_print(self, text: str) -> None:
         self.world.note(self.current.process.name, f"prints: {text}")
         if "no longer monitored" in text:
             self.violated(text)
         elif "cannot connect" not in text and "blocks" not in text and self.reported_s == float("inf"):
-            self._check_named(text, self.warning_s(), "a warning")
+            self._check_named(text, self.warning_s(min(self._medians_s())), "a warning")
 
     def on_report(self, error: BaseException, rank: int) -> None:
         """A rank reports a stall to the launcher, which takes the first report."""
@@ -372,7 +374,7 @@ class Run:
         if self.reported_s == float("inf"):
             self.is_reported_by_rank_0 = self.current.number == 0
             self.reported_s = self.world.now_s
-            self._check_named(str(error), self.limit_s(), "a report")
+            self._check_named(str(error), self.limit_s(min(self._medians_s())), "a report")
             if self.is_reported_by_rank_0:
                 latest_s = self.world.now_s + REPORT_FIRST_S + max(rank.latency_s for rank in self.ranks)
                 self.world.at(latest_s + SILENT_S, self._check_ended)
@@ -402,7 +404,7 @@ class Run:
         now_s = self.world.now_s
         if self.reported_s == float("inf") and not self.violation:
             self.world.at(now_s + LOOK_S, self._look)
-            limit_s = self.limit_s() * (2 - OWN) + SLACK_S
+            limit_s = self.limit_s(max(self._medians_s())) * (2 - OWN) + SLACK_S
             first = self.ranks[0]
             for rank in self.ranks[:2]:
                 since_s = max(self.progress_s, rank.running_s)
