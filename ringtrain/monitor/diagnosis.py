@@ -100,9 +100,12 @@ class Row:
     is_in_graph: bool = False
     """whether the main thread of a script waits for a TensorFlow graph"""
 
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "times": vars(self.times)}
+
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Row:
-        """Reads the result of dataclasses.asdict; raises TypeError for other fields."""
+        """Reads the result of `to_json`; raises TypeError for other fields."""
         return cls(**{**fields, "times": Times(**fields["times"])})
 
     @property

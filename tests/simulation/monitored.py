@@ -60,6 +60,7 @@ class Rank:
         self.latency_s = 0.005
         self.step, self.phase, self.changes = 0, "start", 0
         self.parts: list[tuple[float, float, float, float]] = []
+        self.times = Times()
         self.before = 0.0, "start"
         """time and phase of its progress before the last one"""
         self.monitor: Monitor
@@ -70,8 +71,7 @@ class Rank:
         return self.step, self.changes
 
     def fields(self) -> dict[str, Any]:
-        times = Times.of(self.parts[-diagnosis.WINDOW_STEPS :])
-        return {"step": self.step, "own_steps": self.step, "phase": self.phase, "times": times}
+        return {"step": self.step, "own_steps": self.step, "phase": self.phase, "times": self.times}
 
     def enter(self, phase: str) -> None:
         self.before = self.progress_s, self.phase
@@ -104,6 +104,7 @@ class Rank:
                 self.step += 1
                 callbacks_s = self.work("callbacks", run.step_s * draw.uniform(0.01, 0.1))
                 self.parts.append((input_s, compute_s, callbacks_s, wait_s))
+                self.times = Times.of(self.parts[-diagnosis.WINDOW_STEPS :])
             self.has_left = True
         self.world.note(self.process.name, "has trained")
 
@@ -404,7 +405,6 @@ class Run:
         now_s = self.world.now_s
         if self.reported_s == float("inf") and not self.violation:
             self.world.at(now_s + LOOK_S, self._look)
-            limit_s = self.limit_s(max(self._medians_s())) * (2 - OWN) + SLACK_S
             first = self.ranks[0]
             for rank in self.ranks[:2]:
                 since_s = max(self.progress_s, rank.running_s)
@@ -412,8 +412,13 @@ class Run:
                     continue
                 if rank.number:
                     since_s = max(since_s, first.lost_s)
-                if rank.is_alive and not rank.has_left and now_s > since_s + limit_s:
-                    self.violated(f"no report after {now_s - since_s:.0f} s without progress")
+                idle_s = now_s - since_s
+                if rank.is_alive and not rank.has_left and idle_s > self.timeout_s and idle_s > self._latest_s():
+                    self.violated(f"no report after {idle_s:.0f} s without progress")
+
+    def _latest_s(self) -> float:
+        """Seconds without progress after which a report is too late."""
+        return self.limit_s(max(self._medians_s())) * (2 - OWN) + SLACK_S
 
     def _is_told(self, rank: Rank) -> bool:
         """Whether a rank hears of rank 0's report."""
