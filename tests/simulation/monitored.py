@@ -22,7 +22,15 @@ from unittest import mock
 from simulation.world import Gone, World, in_place
 
 from ringtrain.monitor import diagnosis, heartbeat
-from ringtrain.monitor.diagnosis import FIRST_STEPS_S, MIN_WARNING_S, REPORT_FIRST_S, SILENT_S, TIMES_MEDIAN, Times
+from ringtrain.monitor.diagnosis import (
+    FIRST_STEPS_S,
+    HEARTBEAT_S,
+    MIN_WARNING_S,
+    REPORT_FIRST_S,
+    SILENT_S,
+    TIMES_MEDIAN,
+    Times,
+)
 from ringtrain.monitor.heartbeat import Monitor
 
 KINDS = ("freeze", "hang", "die", "cut", "deaf", "reset", "late", "clock", "suspend", "ring")
@@ -77,7 +85,7 @@ class Rank:
         self.before = self.progress_s, self.phase
         self.phase, self.changes = phase, self.changes + 1
         self.progress_s = self.run.progress_s = self.world.now_s
-        if not self.is_faulty:
+        if not self.is_faulty and not self.run.ranks[0].is_faulty:
             self.run.known_s.append(self.world.now_s)
 
     def work(self, phase: str, seconds: float) -> float:
@@ -132,11 +140,12 @@ class Rank:
     def disturbed(self, seconds: float) -> None:
         """It may be named meanwhile, and until others have heard of it again."""
         self.lost_s = self.world.now_s
+        self.run.forget_untold()
         self.faulty_s = max(self.faulty_s, self.world.now_s + seconds + SILENT_S + 2 * self.latency_s + 4.0)
 
     def freeze(self, seconds: float) -> None:
-        self.process.freeze(seconds)
         self.running_s = max(self.running_s, self.world.now_s + seconds)
+        self.process.freeze(self.running_s - self.world.now_s)
         self.disturbed(seconds)
 
 
@@ -168,7 +177,7 @@ class Link:
             if self.is_open:
                 # TCP sends again after times that double.
                 again_s = max(self._last_s[side], blocked_s + world.random.uniform(0, 2.0))
-                self._last_s[side] = again_s
+                self._last_s[side] = receiver.run.delayed_s = again_s
                 world.at(again_s, lambda: self._arrive(side, receiver, message))
             return
         receiver.received.append(message)
@@ -243,9 +252,11 @@ class Run:
         self.step_s, self.num_steps = draw.choice([0.5, 2.0, 6.0]), 200
         self.progress_s = 0.0
         self.suspended: list[tuple[float, float]] = []
-        """times in which no process runs, which do not count"""
+        """times in which no process runs, which do not count, except for a heartbeat's interval"""
         self.known_s = [0.0]
         """times of progress of which heartbeats tell at once"""
+        self.delayed_s = 0.0
+        """when a heartbeat has arrived that an interruption has delayed: what it tells counts as new"""
         self.ring_until_s = 0.0
         self.listener: Wire
         self.ranks: list[Rank] = []
@@ -298,6 +309,11 @@ class Run:
 
     # ---- faults ------------------------------------------------------------------------------------------------------
 
+    def forget_untold(self) -> None:
+        """Drops progress of which no heartbeat may have told yet."""
+        while len(self.known_s) > 1 and self.known_s[-1] > self.world.now_s - TOLD_S:
+            self.known_s.pop()
+
     def disturb(self, kind: str) -> None:
         draw, now_s = self.world.random, self.world.now_s
         rank = draw.choice(self.ranks)
@@ -330,10 +346,10 @@ class Run:
         if kind == "cut":
             for one in self.ranks if len({one.machine for one in self.ranks}) > 1 else ():
                 if one.machine == rank.machine:
-                    one.cut_until_s = until_s
+                    one.cut_until_s = max(one.cut_until_s, until_s)
                     one.disturbed(seconds + 4.0)
         elif kind == "deaf":
-            rank.deaf_until_s = until_s
+            rank.deaf_until_s = max(rank.deaf_until_s, until_s)
             rank.disturbed(seconds + 4.0)
         elif kind == "reset":
             for link in self.listener.links:
@@ -387,7 +403,10 @@ class Run:
         named = [self.ranks[int(number)] for number in NAMED.findall(text)]
         faulty = [rank for rank in self.ranks if rank.is_faulty or rank.is_slow(least_s)]
         before_s = max(time_s for time_s in self.known_s if time_s <= max(0.0, now_s - TOLD_S))
-        suspended_s = sum(end_s - begin_s for begin_s, end_s in self.suspended if begin_s >= before_s)
+        if self.current.number:
+            before_s = min(before_s, self.current.progress_s)  # it hears of no other rank
+        lengths_s = [end_s - begin_s for begin_s, end_s in self.suspended if begin_s >= before_s]
+        suspended_s = sum(max(0.0, length_s - HEARTBEAT_S) for length_s in lengths_s)
         if now_s - TOLD_S - before_s - suspended_s < least_s:
             self.violated(f"{what} after {now_s - before_s:.1f} s without progress, not {limit_s:.0f}: {text}")
         wrong = [rank.number for rank in named if rank not in faulty]
@@ -406,8 +425,10 @@ class Run:
         if self.reported_s == float("inf") and not self.violation:
             self.world.at(now_s + LOOK_S, self._look)
             first = self.ranks[0]
+            # The time in which a rank was frozen is none of its idle time.
+            thawed_s = [rank.running_s for rank in self.ranks if rank.running_s <= now_s]
             for rank in self.ranks[:2]:
-                since_s = max(self.progress_s, rank.running_s)
+                since_s = max(self.progress_s, self.delayed_s, rank.running_s, *thawed_s)
                 if rank.number and first.is_alive and first.process.frozen_until_s <= now_s:
                     continue
                 if rank.number:

@@ -19,7 +19,7 @@ FIRST_SEEDS = {
     "rank 0 is not supervised": 10,
     "time in which a monitor did not run counts": 26,
     "slow steps have no longer limit": 6,
-    "a rank without a heartbeat is not named first": 21,
+    "a rank without a heartbeat is not named first": 50,
     "the job goes on after the report": 10,
     "stacks are awaited forever": 5,
     "a lost connection is not made again": 60,
