@@ -13,7 +13,7 @@ from simulation.elastic_faults import disturb, members_of
 NUM_SCHEDULES = 20
 FIRST_SEEDS = {
     "rank 0 gives its state, not the one that is furthest": 0,
-    "a failed sync leaves half of a state": 194,
+    "a failed sync leaves half of a state": 848,
     "a step that failed is not undone": 16,
     "an agreed stop is forgotten": 13,
     "an epoch that has ended stays open": 0,
@@ -73,6 +73,19 @@ def a_rank_fails_while_slots_are_awaited(run: Run) -> None:
     run.world.at(20.0, lambda: kill(run))
 
 
+def a_notice_while_ranks_start(run: Run) -> None:
+    """A host is taken away soon, before any rank listens: the ranks leave it after their first commit."""
+    calm(run, min_np=1)
+    run.cluster.load_s = 15.0
+    machine = [*run.cluster.machines.values()][-1]
+
+    def notice() -> None:
+        run.faults.append((run.world.now_s, "notice"))
+        machine.is_noticed = True
+
+    run.world.at(2.0, notice)
+
+
 def kill(run: Run) -> None:
     run.faults.append((run.world.now_s, "killed"))
     members_of(run, is_started=False)[0].end(-signal.SIGKILL)
@@ -87,6 +100,7 @@ SCHEDULES = {
         a_slot_comes_back_before_the_ranks_go_on,
         "a slot whose process has exited stays empty",
     ),
+    "a notice while ranks start": (a_notice_while_ranks_start, "a change is announced only once"),
     "killed before the journals are open": (
         killed_before_the_journals_are_open,
         "a generation is noted before its journal is open",
