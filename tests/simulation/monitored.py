@@ -385,6 +385,7 @@ class Run:
 
     def on_report(self, error: BaseException, rank: int) -> None:
         """A rank reports a stall to the launcher, which takes the first report."""
+        self.world.note(self.current.process.name, f"ends the job: {error}")
         is_told = self.is_reported_by_rank_0 and self._is_told(self.current)
         if is_told and max(rank.latency_s for rank in self.ranks) < SILENT_S / 2:
             self.violated(f"rank {self.current.number} reports, too: {error}")
@@ -487,6 +488,7 @@ def _of_production(run: Run) -> Iterator[None]:
     world = run.world
 
     def leave() -> None:
+        world.note(world.current_host.name, "exits")
         world.current_host.die()
         raise Gone
 
