@@ -44,6 +44,7 @@ CHAOS_S, CALM_S, END_S = 400.0, 1200.0, 1800.0
 SLACK_S = 10.0
 """for the operations of a start"""
 STEPS = 10
+REMOVED = "has locked a file that was removed meanwhile"
 LONGEST_WRITE_S = 3.0
 LONGEST_KILL_S = 5.0
 """after which the agent of a host that answers again has killed an earlier attempt's process"""
@@ -230,6 +231,7 @@ class LockPath:
     def stat(self) -> Inode:
         self.shared.takes("stat")
         if self.shared.file is None:
+            self.shared.world.note(self.shared.world.current_host.name, REMOVED)
             raise FileNotFoundError
         return self.shared.file
 
@@ -571,7 +573,7 @@ def _of_production(run: Run) -> Iterator[None]:
 
     def is_same(opened: Inode, at_path: Inode) -> bool:
         if opened is not at_path:
-            world.note(world.current_host.name, "has locked a file that was removed meanwhile")
+            world.note(world.current_host.name, REMOVED)
         return opened is at_path
 
     of_files = SimpleNamespace(

@@ -67,6 +67,7 @@ class Rank:
         """when others cannot hear of it any more"""
         self.latency_s = 0.005
         self.step, self.phase, self.changes = 0, "start", 0
+        self.num_steps = run.num_steps
         self.parts: list[tuple[float, float, float, float]] = []
         self.times = Times()
         self.before = 0.0, "start"
@@ -101,7 +102,7 @@ class Rank:
         run, draw = self.run, self.world.random
         self.monitor = run.make_monitor(self)
         with self.monitor:
-            while self.step < run.num_steps:
+            while self.step < self.num_steps:
                 first_s = draw.uniform(0, 20) if self.step < 2 else 0.0
                 input_s = self.work("input", run.step_s * draw.uniform(0.05, 0.1))
                 compute_s = self.work("compute", run.step_s * draw.uniform(0.5, 0.8) + first_s)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
 import pytest
 from simulation.monitored import Run, disturb, simulate
 from simulation.planted import Defect, seeds_to_find, text
+from simulation.transitions import never, taken
 
 from ringtrain.monitor import diagnosis
 from ringtrain.monitor.diagnosis import RunStalls
@@ -116,6 +118,52 @@ def test_a_rank_that_dies_after_few_steps_does_not_delay_the_report() -> None:
     assert not simulate(seed).violation
     with text(diagnosis, "_step_s", (" if not row.is_silent", "")).planted():
         assert "no report after" in simulate(seed).violation
+
+
+def leaves_early(run: Run) -> None:
+    """A rank has fewer batches than the others."""
+    run.ranks[1].num_steps = 5
+
+
+def cannot_connect(run: Run) -> None:
+    """No heartbeat of a rank gets through at first."""
+    run.ranks[1].deaf_until_s = 60.0
+    run.ranks[1].disturbed(60.0)
+
+
+def ring_is_lost(run: Run) -> None:
+    """Ranks send heartbeats, but the connections of their collectives are lost."""
+    run.timeout_s, run.step_s, run.ring_until_s = 20.0, 0.5, 1000.0
+
+
+def sends_no_heartbeat(run: Run, is_stopped: bool) -> None:
+    """A rank on the host of the others is stopped, or native code holds its Python's lock."""
+    run.timeout_s, run.step_s = 20.0, 0.5
+    for rank in run.ranks:
+        rank.machine = "host0"
+
+    def stop() -> None:
+        rank = run.ranks[1]
+        if is_stopped:
+            rank.freeze(1000.0)
+        else:
+            rank.deaf_until_s = rank.hangs_until_s = 1000.0
+            rank.disturbed(1000.0)
+
+    run.world.at(60.0, stop)
+
+
+def test_every_transition_is_taken() -> None:
+    counts: Counter[str] = Counter()
+    hangs = partial(hangs_for, seconds=200.0)
+    silent = [partial(sends_no_heartbeat, is_stopped=is_stopped) for is_stopped in (True, False)]
+    drawn = [partial(disturb, kinds=(kind,)) for kind in ("freeze", "die", "hang", "reset", "cut")]
+    for directed in (leaves_early, cannot_connect, ring_is_lost, hangs, *silent, *drawn):
+        for seed in range(4):
+            run = simulate(seed, is_traced=True, directed=directed)
+            assert not run.violation, f"seed {seed}: {run.violation}"
+            counts += taken(run, "monitored")
+    assert never(counts, "monitored") == []
 
 
 @pytest.mark.parametrize("name", DEFECTS)
