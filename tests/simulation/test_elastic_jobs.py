@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 from simulation.elastic import Run, simulate
 from simulation.elastic_defects import DEFECTS, schedules_to_find
-from simulation.elastic_faults import disturb, members_of
+from simulation.elastic_faults import act, disturb, members_of
+from simulation.launched import fail_host
+from simulation.transitions import taken
 
 NUM_SCHEDULES = 20
 FIRST_SEEDS = {
@@ -119,6 +121,27 @@ def test_an_exit_does_not_count_for_the_next_process() -> None:
     assert [check(seed, 2, killed_twice).code for seed in (0, 4)] == [0, 0]
     with DEFECTS["an exit is noted while ranks are assigned"].planted():
         assert simulate(0, 2, directed=killed_twice).code
+
+
+def own_agent_killed(run: Run) -> None:
+    """The agent of the launching host is killed: nothing would clean up there, so the job ends."""
+    calm(run)
+    run.faults.append((20.0, "agent"))
+    run.world.at(20.0, lambda: fail_host(run, run.here, "agent", 0.0))
+
+
+def too_few_are_left(run: Run) -> None:
+    """A host is taken away soon, and the others are too few: the job saves and ends."""
+    calm(run, min_np=sum(run.cluster.listing.values()))
+    run.world.at(20.0, lambda: act(run, "notice"))
+
+
+@pytest.mark.parametrize(
+    ("directed", "transition"),
+    [(own_agent_killed, "this host's agent is lost"), (too_few_are_left, "stopped by a notice")],
+)
+def test_a_rare_transition_is_taken(directed: Callable[[Run], None], transition: str) -> None:
+    assert taken(check(1, 2, directed), "elastic")[transition]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
