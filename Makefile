@@ -34,8 +34,8 @@ chaos:
 
 # Production code on simulated hosts with faults, from new seeds; a violation is printed with its seed.
 simulate:
-	status=0; for scenario in mirrored launched elastic power; do \
-		launch/setup.sh python tests/simulation/run.py $$scenario --minutes 1 || status=1; done; exit $$status
+	status=0; for scenario in mirrored launched elastic power locked monitored; do \
+		launch/setup.sh python tests/simulation/run.py $$scenario --minutes 0.5 || status=1; done; exit $$status
 
 # Kinds of job by what they must bear, an hour or two: a table, which docs/fit.md has.
 matrix:

@@ -146,17 +146,18 @@ class HostAgents:
         refused: dict[str, HostAgent] = {}
         lost: dict[str, str] = {}
         max_connecting, pause_until = CONNECTING, 0.0
-        while waiting or not all(agent.ready for agent in self.members):
-            num_connecting = sum(not agent.ready for agent in self.members)
-            while waiting and num_connecting < max_connecting and time.monotonic() > pause_until:
+        connecting: list[HostAgent] = []
+        while waiting or connecting:
+            while waiting and len(connecting) < max_connecting and time.monotonic() > pause_until:
                 host = waiting.popleft()
                 agent = self.start(host, is_checked=bool(host) or is_used)
                 before = refused.pop(host, None)
                 if before:
                     agent.tries, agent.refusal, agent.first_s = before.tries + 1, before.lines[-1], before.first_s
-                num_connecting += 1
+                connecting.append(agent)
             poll()
-            failed = [agent for agent in self.members if not agent.ready and agent.has_exited]
+            connecting = [agent for agent in connecting if not agent.ready]
+            failed = [agent for agent in connecting if agent.has_exited]
             if failed:
                 poll()
             for agent in [agent for agent in failed if agent.may_connect_later()]:
@@ -166,17 +167,19 @@ class HostAgents:
                         max_connecting = max(MIN_CONNECTING, max_connecting // 2)
                     refused[agent.host], pause_until = agent, max(pause_until, now + pause_s)
                     failed.remove(agent)
+                    connecting.remove(agent)
                     self.drop(agent)
                     waiting.append(agent.host)
             lacking = [agent for agent in failed if any(f"{SAYS}lacks" in line for line in agent.lines)]
             if lacking:
                 raise LaunchError(listed([self.why_lost(agent) for agent in lacking]))
             late_s = time.monotonic() - self.answer_timeout_s
-            late = [agent for agent in self.members if agent.started_s < late_s]
+            late = [agent for agent in connecting if agent.started_s < late_s]
             silent = [agent for agent in late if not agent.ready and agent not in failed]
             # The others go on connecting: a restart continues with all that answer.
             for agent in [*failed, *silent]:
                 lost[agent.host] = self.why_lost(agent)
+                connecting.remove(agent)
                 self.drop(agent)
         if lost:
             raise HostsLost([*lost], listed([*lost.values()]))
@@ -240,11 +243,10 @@ class HostAgents:
 
     def replace_killed(self) -> None:
         """Starts another agent where one was killed since the order to clean up."""
-        for agent in list(self.members):
-            if agent.closed and not agent.cleaned_up:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    agent.process.wait(EXIT_S)  # its output ends a moment before
-            if agent.closed and agent.was_killed and not agent.is_second:
+        for agent in [agent for agent in self.members if agent.closed and not agent.cleaned_up]:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                agent.process.wait(EXIT_S)  # its output ends a moment before
+            if agent.was_killed and not agent.is_second:
                 self.drop(agent)
                 self.not_cleaned_up.remove(agent.host)
                 self._start_second(agent.host).send(self._end_order)

@@ -69,8 +69,10 @@ def make_driver() -> Any:
 
     Horovod's starts processes in new slots only. If fewer slots than --min-np are left, it waits, and a slot whose
     process has exited may be back before ranks are assigned without it: it would stay empty, and the others would wait.
+    It announces a change once, to rank 0, which may still be starting: this one repeats it when rank 0 listens.
     """
     from horovod.runner.elastic import discovery, driver
+    from horovod.runner.elastic.worker import HostUpdateResult
 
     class Driver(driver.ElasticDriver):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -79,6 +81,12 @@ def make_driver() -> Any:
             self._empty: set[tuple[str, int]] = set()
             """where that process has exited"""
             super().__init__(*args, **options)
+
+        def register_worker_server(self, host: str, slot: int, addresses: Any, secret_key: Any) -> None:
+            super().register_worker_server(host, slot, addresses, secret_key)
+            first = self.get_coordinator_info()
+            if first and (first.hostname, first.local_rank) == (host, slot):
+                self._notify_workers_host_changes(self._host_manager.current_hosts, HostUpdateResult.mixed)
 
         def _start_worker_process(self, slot_info: Any) -> None:
             key = slot_info.hostname, slot_info.local_rank

@@ -36,6 +36,7 @@ CLEAN_UP_S = 7.0
 CATCH_S = 5.0  # for hosts to report which ranks catch a signal
 LOST_S = 30.0
 COMPARE_S = 0.5  # between comparisons of placements
+CHECK_S = 1.0  # between looks at the processes of all agents
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # their sender will not send a second one
 SIGNALS = (signal.SIGINT, signal.SIGUSR1, *ENDING)
 MAX_SHOWN = 10
@@ -111,6 +112,7 @@ class Supervisor:
         self._files = contextlib.ExitStack()
         """of the plan, while it runs"""
         self._num_compared, self._compared_s, self._wrong_since_s = 0, 0.0, 0.0
+        self._agents_checked_s = 0.0
         self._handlers: dict[int, Any] = {}
         self._over = threading.Event()
         self._heartbeats = threading.Thread(target=self._keep_alive, daemon=True)
@@ -196,7 +198,9 @@ class Supervisor:
                 end_at_s = min(end_at_s, self._forward(self._received.pop(0)))
             if now > end_at_s:
                 raise Stopped(self.stopped_by)
-            self._check_agents()
+            if now > self._agents_checked_s + CHECK_S:
+                self._agents_checked_s = now
+                self._check_agents()
             self._check_start(began_s)
             if self.reports.initialized:
                 self.when_initialized()
@@ -341,6 +345,7 @@ class Supervisor:
             data = os.read(key.fd, 65536)
             if not data:
                 self._selector.unregister(key.fileobj)
+                self._agents_checked_s = 0.0  # it has exited, or is about to
             if key.data is not None:
                 self.agents.read(key.data, data)
             elif data:

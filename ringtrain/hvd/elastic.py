@@ -74,12 +74,12 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 def listen() -> None:
     """Starts to receive host changes from Horovod's driver, also before `run`; does nothing outside elastic runs.
 
-    The driver announces each change once: without this, a change before `run` or during a restart would be lost.
+    The driver announces a change to ranks that listen: one before `run` or during a restart would be lost.
     """
     if is_on() and not notification_manager._listeners:
         plain_pickle.restrict(network, plain_pickle.address_of(os.environ.get("HOROVOD_GLOO_IFACE", "")))
+        notification_manager.register_listener(_Listener())  # before the driver knows that this rank listens
         notification_manager.init()
-        notification_manager.register_listener(_Listener())
 
 
 class _Listener:

@@ -100,9 +100,12 @@ class Row:
     is_in_graph: bool = False
     """whether the main thread of a script waits for a TensorFlow graph"""
 
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "times": vars(self.times)}
+
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Row:
-        """Reads the result of dataclasses.asdict; raises TypeError for other fields."""
+        """Reads the result of `to_json`; raises TypeError for other fields."""
         return cls(**{**fields, "times": Times(**fields["times"])})
 
     @property
@@ -123,13 +126,18 @@ def limit_s(rows: Collection[Row], timeout_s: float) -> float:
     # All ranks have done as many steps as the most advanced one; that of a stopped rank may not be known yet.
     if max(row.own_steps for row in rows) < 2:
         return max(timeout_s, FIRST_STEPS_S)
-    return max(timeout_s, TIMES_MEDIAN * max(row.times.step_s for row in rows))
+    return max(timeout_s, TIMES_MEDIAN * _step_s(rows))
+
+
+def _step_s(rows: Collection[Row]) -> float:
+    """Slowest rank's median step. That of a silent rank lacks the last steps, of which there may be few."""
+    return max((row.times.step_s for row in rows if not row.is_silent), default=0.0)
 
 
 def warning_s(rows: Collection[Row], timeout_s: float) -> float:
     """Time without progress after which a warning names the blocking ranks, at most half of `limit_s`."""
     half_s = limit_s(rows, timeout_s) / 2
-    return min(half_s, max(MIN_WARNING_S, TIMES_MEDIAN * max((row.times.step_s for row in rows), default=0.0)))
+    return min(half_s, max(MIN_WARNING_S, TIMES_MEDIAN * _step_s(rows)))
 
 
 def blocking_ranks(rows: Collection[Row]) -> list[Row]:

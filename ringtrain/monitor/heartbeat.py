@@ -131,7 +131,7 @@ class Monitor:
             asked = self.stalls.asked(self.rows.values())
             silent = [row for row in self.rows.values() if row.is_silent]
             message = {
-                "row": dataclasses.asdict(self.rows[0]),
+                "row": self.rows[0].to_json(),
                 "silent": [[row.rank, row.host, row.process, row.status] for row in silent],
                 "stacks_of": asked or [],
             }
@@ -263,7 +263,7 @@ class Monitor:
 
 
 def _message(row: Row) -> dict[str, Any]:
-    return {"row": dataclasses.asdict(row)}
+    return {"row": row.to_json()}
 
 
 def _print(text: str) -> None:

@@ -115,13 +115,13 @@ class Machine:
                 self.world.at(self.world.now_s + self.world.random.uniform(0, 3), ssh.reset)
 
     def freeze(self, seconds: float) -> None:
-        self.host.freeze(seconds)
+        self.host.freeze(max(seconds, self.host.frozen_until_s - self.world.now_s))
         self._in_trouble()
 
     def cut(self, directions: Sequence[str], seconds: float) -> None:
         self.note(f"has no network {' and '.join(directions)} the launcher for {seconds:.0f} s")
         for direction in directions:
-            self.cut_until_s[direction] = self.world.now_s + seconds
+            self.cut_until_s[direction] = max(self.cut_until_s[direction], self.world.now_s + seconds)
         self._in_trouble()
 
     def _in_trouble(self) -> None:

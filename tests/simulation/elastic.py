@@ -194,7 +194,8 @@ class Run(launched.Run):
 
     def _kill(self, member: Member, name: str) -> None:
         if member.is_alive:
-            self.faults.append((self.world.now_s, f"killed in {name}"))
+            who = "killed" if member.size > 1 else "the only one is killed"
+            self.faults.append((self.world.now_s, f"{who} in {name}"))
             member.note(f"is killed in {name}")
             member.end(-signal.SIGKILL)
 
@@ -226,7 +227,8 @@ class Run(launched.Run):
         state, others = [variable.value for variable in run.model.variables], member.group.members
         step, job_id = run.start.global_step, member.job.id
         self.begun_s = min(self.begun_s, self.world.now_s)
-        member.note(f"of {member.size} begins after step {step}")
+        source = f" of {run.start.source}" if run.start.source else ""
+        member.note(f"of {member.size} begins after step {step}{source}")
         first = self.agreed.setdefault(member.group, state)
         if first != state or state[0] != state[1]:
             self.violated("ranks begin in different states")

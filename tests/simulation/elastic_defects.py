@@ -26,6 +26,13 @@ def none_empty(*_: Any) -> Any:
     return driver
 
 
+def terse(*_: Any) -> Any:
+    """The driver of slots, which announces a change once, even if no rank listens."""
+    driver = MAKE_DRIVER()
+    driver.register_worker_server = driver.__mro__[1].register_worker_server
+    return driver
+
+
 def hasty(*_: Any) -> Any:
     """The driver of slots, which notes an exit while it assigns ranks."""
     driver = MAKE_DRIVER()
@@ -62,6 +69,7 @@ DEFECTS = {
         elastic_slots, "placement", ("local_rank=local_rank,", "local_rank=number_of(slot.hostname),")
     ),
     "a slot whose process has exited stays empty": Defect(elastic_slots, "make_driver", none_empty),
+    "a change is announced only once": Defect(elastic_slots, "make_driver", terse),
     "an exit is noted while ranks are assigned": Defect(elastic_slots, "make_driver", hasty),
     "a lost host stays listed": text(
         Launcher, "_check_agents", ("host.agent, host.published_s, host.ask_again_s = None, 0.0,", "_, _, _ = 0, 0,")

@@ -289,11 +289,13 @@ class Run:
     def check_leases(self) -> None:
         """No rank is alive on any host: the others have noticed by themselves."""
         for machine in self.all_machines():
-            is_abandoned = machine.lost_agent_s < float("inf")  # nothing is left there that could clean up
+            # Nothing is left there that could clean up, if no second agent could connect.
+            is_abandoned = machine.lost_agent_s < float("inf")
             has_had_time = machine.host.frozen_until_s + LEFT_S < self.world.now_s
             given_up = [waiting._process for waiting in self.standing_by] if is_abandoned else []
             left = [rank.number for rank in machine.ranks if not (rank.is_late or rank.mpirun in given_up)]
-            if left and has_had_time and not (is_abandoned and machine.trouble_s >= self.attempt_s):
+            had_trouble = machine.trouble_s >= self.attempt_s or machine.name in self.cluster.had_trouble_to_connect
+            if left and has_had_time and not (is_abandoned and had_trouble):
                 self.violated(f"ranks {left[:5]} are left on {machine.name} after its lease")
 
     def all_machines(self) -> list[Machine]:

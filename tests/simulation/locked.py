@@ -44,7 +44,10 @@ CHAOS_S, CALM_S, END_S = 400.0, 1200.0, 1800.0
 SLACK_S = 10.0
 """for the operations of a start"""
 STEPS = 10
+REMOVED = "has locked a file that was removed meanwhile"
 LONGEST_WRITE_S = 3.0
+LONGEST_KILL_S = 5.0
+"""after which the agent of a host that answers again has killed an earlier attempt's process"""
 
 
 @dataclass
@@ -129,8 +132,10 @@ class OpenFile:
         world.at(world.now_s + world.random.uniform(0, LONGEST_FLUSH_S), arrive)
 
     def arrive(self, text: str) -> None:
-        """All hosts see it, unless another process has the lock by now."""
+        """All hosts see it, unless another process has the lock by now: then it is refused, and nobody does."""
         self._is_flushed = True
+        if self.inode.unflushed.get(self.machine.name) == text:
+            del self.inode.unflushed[self.machine.name]
         if self.inode.holders.get(self.shared.place(self.machine), self) is self:
             self.inode.flushed = text
             self.inode.unflushed.clear()
@@ -151,6 +156,8 @@ class OpenFile:
 
     def close(self) -> None:
         self.is_open = False
+        if self.text and "owns_s" not in self.process.facts:
+            self.shared.world.note(self.process.name, "gives up a lock that another one has taken over")
 
 
 class Shared:
@@ -224,6 +231,7 @@ class LockPath:
     def stat(self) -> Inode:
         self.shared.takes("stat")
         if self.shared.file is None:
+            self.shared.world.note(self.shared.world.current_host.name, REMOVED)
             raise FileNotFoundError
         return self.shared.file
 
@@ -404,7 +412,8 @@ class Run:
             self.start(launch)
             if not process.is_dead and launch.kills_late:
                 world.at(
-                    max(world.now_s, process.frozen_until_s) + world.random.uniform(0, 5), lambda: self._kill(process)
+                    max(world.now_s, process.frozen_until_s) + world.random.uniform(0, LONGEST_KILL_S),
+                    lambda: self._kill(process),
                 )
 
         world.at(world.now_s + least_s + world.random.uniform(0, 5), restart)
@@ -435,7 +444,8 @@ class Run:
         self.world.sleep(self.world.random.uniform(0, LONGEST_WRITE_S))
         is_common = self.shared.kind in (NFS4, NFS3)
         is_killed = process.facts["launch"].kills_late
-        if self.owner not in (process, None) and is_common and is_killed and not self._was_disturbed(process, begin_s):
+        may_live = self._was_disturbed(process, begin_s - LONGEST_KILL_S)
+        if self.owner not in (process, None) and is_common and is_killed and not may_live:
             self.violated(f"{self.owner.name} has taken the folder while {process.name} writes")
 
     def _was_disturbed(self, process: Host, since_s: float) -> bool:
@@ -561,12 +571,17 @@ def _of_production(run: Run) -> Iterator[None]:
         machine = world.current_host.facts["machine"]
         return SimpleNamespace(read_text=lambda encoding: f"{machine.name} {machine.boot}")
 
+    def is_same(opened: Inode, at_path: Inode) -> bool:
+        if opened is not at_path:
+            world.note(world.current_host.name, REMOVED)
+        return opened is at_path
+
     of_files = SimpleNamespace(
         environ=Environ(),
         getpid=lambda: world.current_host.facts["pid"],
         fstat=lambda file: file.inode,
         fsync=shared.fsync,
-        path=SimpleNamespace(samestat=lambda one, other: one is other),
+        path=SimpleNamespace(samestat=is_same),
         SEEK_SET=os.SEEK_SET,
     )
     locks = SimpleNamespace(

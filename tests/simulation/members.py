@@ -275,8 +275,12 @@ class Group:
         self.has_met = True
 
     def leave(self, gone: Member) -> None:
-        """A member has closed its connections; those of a silent host stay open to the others."""
+        """A member has closed its connections; those of a silent host stay open to the others until it is back."""
         if not gone.is_connected:
+            silent_s = gone.machine.blocked_until_s - self.world.now_s
+            if 0 < silent_s < float("inf"):
+                after_s = silent_s * self.world.random.uniform(1.0, 1.5)  # TCP sends again after times that double
+                self.world.at(self.world.now_s + after_s, lambda: self.leave(gone))
             return
         for member in self.members:
             if member is not gone and member.is_alive:

@@ -22,7 +22,15 @@ from unittest import mock
 from simulation.world import Gone, World, in_place
 
 from ringtrain.monitor import diagnosis, heartbeat
-from ringtrain.monitor.diagnosis import FIRST_STEPS_S, MIN_WARNING_S, REPORT_FIRST_S, SILENT_S, TIMES_MEDIAN, Times
+from ringtrain.monitor.diagnosis import (
+    FIRST_STEPS_S,
+    HEARTBEAT_S,
+    MIN_WARNING_S,
+    REPORT_FIRST_S,
+    SILENT_S,
+    TIMES_MEDIAN,
+    Times,
+)
 from ringtrain.monitor.heartbeat import Monitor
 
 KINDS = ("freeze", "hang", "die", "cut", "deaf", "reset", "late", "clock", "suspend", "ring")
@@ -59,7 +67,9 @@ class Rank:
         """when others cannot hear of it any more"""
         self.latency_s = 0.005
         self.step, self.phase, self.changes = 0, "start", 0
+        self.num_steps = run.num_steps
         self.parts: list[tuple[float, float, float, float]] = []
+        self.times = Times()
         self.before = 0.0, "start"
         """time and phase of its progress before the last one"""
         self.monitor: Monitor
@@ -70,14 +80,13 @@ class Rank:
         return self.step, self.changes
 
     def fields(self) -> dict[str, Any]:
-        times = Times.of(self.parts[-diagnosis.WINDOW_STEPS :])
-        return {"step": self.step, "own_steps": self.step, "phase": self.phase, "times": times}
+        return {"step": self.step, "own_steps": self.step, "phase": self.phase, "times": self.times}
 
     def enter(self, phase: str) -> None:
         self.before = self.progress_s, self.phase
         self.phase, self.changes = phase, self.changes + 1
         self.progress_s = self.run.progress_s = self.world.now_s
-        if not self.is_faulty:
+        if not self.is_faulty and not self.run.ranks[0].is_faulty:
             self.run.known_s.append(self.world.now_s)
 
     def work(self, phase: str, seconds: float) -> float:
@@ -93,7 +102,7 @@ class Rank:
         run, draw = self.run, self.world.random
         self.monitor = run.make_monitor(self)
         with self.monitor:
-            while self.step < run.num_steps:
+            while self.step < self.num_steps:
                 first_s = draw.uniform(0, 20) if self.step < 2 else 0.0
                 input_s = self.work("input", run.step_s * draw.uniform(0.05, 0.1))
                 compute_s = self.work("compute", run.step_s * draw.uniform(0.5, 0.8) + first_s)
@@ -104,6 +113,7 @@ class Rank:
                 self.step += 1
                 callbacks_s = self.work("callbacks", run.step_s * draw.uniform(0.01, 0.1))
                 self.parts.append((input_s, compute_s, callbacks_s, wait_s))
+                self.times = Times.of(self.parts[-diagnosis.WINDOW_STEPS :])
             self.has_left = True
         self.world.note(self.process.name, "has trained")
 
@@ -131,11 +141,12 @@ class Rank:
     def disturbed(self, seconds: float) -> None:
         """It may be named meanwhile, and until others have heard of it again."""
         self.lost_s = self.world.now_s
+        self.run.forget_untold()
         self.faulty_s = max(self.faulty_s, self.world.now_s + seconds + SILENT_S + 2 * self.latency_s + 4.0)
 
     def freeze(self, seconds: float) -> None:
-        self.process.freeze(seconds)
         self.running_s = max(self.running_s, self.world.now_s + seconds)
+        self.process.freeze(self.running_s - self.world.now_s)
         self.disturbed(seconds)
 
 
@@ -167,7 +178,7 @@ class Link:
             if self.is_open:
                 # TCP sends again after times that double.
                 again_s = max(self._last_s[side], blocked_s + world.random.uniform(0, 2.0))
-                self._last_s[side] = again_s
+                self._last_s[side] = receiver.run.delayed_s = again_s
                 world.at(again_s, lambda: self._arrive(side, receiver, message))
             return
         receiver.received.append(message)
@@ -242,9 +253,11 @@ class Run:
         self.step_s, self.num_steps = draw.choice([0.5, 2.0, 6.0]), 200
         self.progress_s = 0.0
         self.suspended: list[tuple[float, float]] = []
-        """times in which no process runs, which do not count"""
+        """times in which no process runs, which do not count, except for a heartbeat's interval"""
         self.known_s = [0.0]
         """times of progress of which heartbeats tell at once"""
+        self.delayed_s = 0.0
+        """when a heartbeat has arrived that an interruption has delayed: what it tells counts as new"""
         self.ring_until_s = 0.0
         self.listener: Wire
         self.ranks: list[Rank] = []
@@ -297,6 +310,11 @@ class Run:
 
     # ---- faults ------------------------------------------------------------------------------------------------------
 
+    def forget_untold(self) -> None:
+        """Drops progress of which no heartbeat may have told yet."""
+        while len(self.known_s) > 1 and self.known_s[-1] > self.world.now_s - TOLD_S:
+            self.known_s.pop()
+
     def disturb(self, kind: str) -> None:
         draw, now_s = self.world.random, self.world.now_s
         rank = draw.choice(self.ranks)
@@ -329,10 +347,10 @@ class Run:
         if kind == "cut":
             for one in self.ranks if len({one.machine for one in self.ranks}) > 1 else ():
                 if one.machine == rank.machine:
-                    one.cut_until_s = until_s
+                    one.cut_until_s = max(one.cut_until_s, until_s)
                     one.disturbed(seconds + 4.0)
         elif kind == "deaf":
-            rank.deaf_until_s = until_s
+            rank.deaf_until_s = max(rank.deaf_until_s, until_s)
             rank.disturbed(seconds + 4.0)
         elif kind == "reset":
             for link in self.listener.links:
@@ -345,34 +363,37 @@ class Run:
 
     # ---- what must hold ----------------------------------------------------------------------------------------------
 
-    def limit_s(self) -> float:
+    def limit_s(self, median_s: float) -> float:
         """Seconds without progress after which the job ends, as docs/troubleshooting.md has it."""
         if max(rank.step for rank in self.ranks) < 2:
             return max(self.timeout_s, FIRST_STEPS_S)
-        return max(self.timeout_s, TIMES_MEDIAN * self._median_s())
+        return max(self.timeout_s, TIMES_MEDIAN * median_s)
 
-    def _median_s(self) -> float:
-        return max((statistics.median(map(sum, rank.parts)) for rank in self.ranks if rank.parts), default=0.0)
+    def warning_s(self, median_s: float) -> float:
+        return min(self.limit_s(median_s) / 2, max(MIN_WARNING_S, TIMES_MEDIAN * median_s))
 
-    def warning_s(self) -> float:
-        return min(self.limit_s() / 2, max(MIN_WARNING_S, TIMES_MEDIAN * self._median_s()))
+    def _medians_s(self) -> list[float]:
+        """Median steps of the ranks that live, of which some may have had one step more."""
+        steps = [map(sum, rank.parts) for rank in self.ranks if rank.is_alive and rank.parts]
+        return [statistics.median(step_s) for step_s in steps] or [0.0]
 
     def on_print(self, text: str) -> None:
         self.world.note(self.current.process.name, f"prints: {text}")
         if "no longer monitored" in text:
             self.violated(text)
         elif "cannot connect" not in text and "blocks" not in text and self.reported_s == float("inf"):
-            self._check_named(text, self.warning_s(), "a warning")
+            self._check_named(text, self.warning_s(min(self._medians_s())), "a warning")
 
     def on_report(self, error: BaseException, rank: int) -> None:
         """A rank reports a stall to the launcher, which takes the first report."""
+        self.world.note(self.current.process.name, f"ends the job: {error}")
         is_told = self.is_reported_by_rank_0 and self._is_told(self.current)
         if is_told and max(rank.latency_s for rank in self.ranks) < SILENT_S / 2:
             self.violated(f"rank {self.current.number} reports, too: {error}")
         if self.reported_s == float("inf"):
             self.is_reported_by_rank_0 = self.current.number == 0
             self.reported_s = self.world.now_s
-            self._check_named(str(error), self.limit_s(), "a report")
+            self._check_named(str(error), self.limit_s(min(self._medians_s())), "a report")
             if self.is_reported_by_rank_0:
                 latest_s = self.world.now_s + REPORT_FIRST_S + max(rank.latency_s for rank in self.ranks)
                 self.world.at(latest_s + SILENT_S, self._check_ended)
@@ -384,7 +405,10 @@ class Run:
         named = [self.ranks[int(number)] for number in NAMED.findall(text)]
         faulty = [rank for rank in self.ranks if rank.is_faulty or rank.is_slow(least_s)]
         before_s = max(time_s for time_s in self.known_s if time_s <= max(0.0, now_s - TOLD_S))
-        suspended_s = sum(end_s - begin_s for begin_s, end_s in self.suspended if begin_s >= before_s)
+        if self.current.number:
+            before_s = min(before_s, self.current.progress_s)  # it hears of no other rank
+        lengths_s = [end_s - begin_s for begin_s, end_s in self.suspended if begin_s >= before_s]
+        suspended_s = sum(max(0.0, length_s - HEARTBEAT_S) for length_s in lengths_s)
         if now_s - TOLD_S - before_s - suspended_s < least_s:
             self.violated(f"{what} after {now_s - before_s:.1f} s without progress, not {limit_s:.0f}: {text}")
         wrong = [rank.number for rank in named if rank not in faulty]
@@ -402,16 +426,22 @@ class Run:
         now_s = self.world.now_s
         if self.reported_s == float("inf") and not self.violation:
             self.world.at(now_s + LOOK_S, self._look)
-            limit_s = self.limit_s() * (2 - OWN) + SLACK_S
             first = self.ranks[0]
+            # The time in which a rank was frozen is none of its idle time.
+            thawed_s = [rank.running_s for rank in self.ranks if rank.running_s <= now_s]
             for rank in self.ranks[:2]:
-                since_s = max(self.progress_s, rank.running_s)
+                since_s = max(self.progress_s, self.delayed_s, rank.running_s, *thawed_s)
                 if rank.number and first.is_alive and first.process.frozen_until_s <= now_s:
                     continue
                 if rank.number:
                     since_s = max(since_s, first.lost_s)
-                if rank.is_alive and not rank.has_left and now_s > since_s + limit_s:
-                    self.violated(f"no report after {now_s - since_s:.0f} s without progress")
+                idle_s = now_s - since_s
+                if rank.is_alive and not rank.has_left and idle_s > self.timeout_s and idle_s > self._latest_s():
+                    self.violated(f"no report after {idle_s:.0f} s without progress")
+
+    def _latest_s(self) -> float:
+        """Seconds without progress after which a report is too late."""
+        return self.limit_s(max(self._medians_s())) * (2 - OWN) + SLACK_S
 
     def _is_told(self, rank: Rank) -> bool:
         """Whether a rank hears of rank 0's report."""
@@ -459,6 +489,7 @@ def _of_production(run: Run) -> Iterator[None]:
     world = run.world
 
     def leave() -> None:
+        world.note(world.current_host.name, "exits")
         world.current_host.die()
         raise Gone
 

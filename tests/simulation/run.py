@@ -44,21 +44,22 @@ def main() -> int:
     begin_s, number, violated = time.monotonic(), 0, 0
     transitions = importlib.import_module("simulation.transitions")
     counts = Counter()
+    is_counted = options.scenario in transitions.SCENARIOS
     while number < count and time.monotonic() - begin_s < limit_s:
-        found = simulate(first + number, is_traced=options.trace)
+        found = simulate(first + number, is_traced=options.trace or is_counted)
         if options.trace:
             print("\n".join(found.world.trace))
         if found.violation:
             violated += 1
             print(f"seed {first + number}: {found.violation}", flush=True)
         number += 1
-        if options.scenario == "launched":
-            counts += transitions.taken(found)
+        if is_counted:
+            counts += transitions.taken(found, options.scenario)
     print(f"{number:,} schedules from seed {first} on in {time.monotonic() - begin_s:.0f} s: {violated} violated")
-    if options.scenario == "launched":
+    if is_counted:
         for name, count in counts.items():
             print(f"{count:7,} x {name}")
-        print(f"never: {', '.join(transitions.never(counts)) or 'none'}")
+        print(f"never: {', '.join(transitions.never(counts, options.scenario)) or 'none'}")
     return 1 if violated else 0
 
 

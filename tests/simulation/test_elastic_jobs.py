@@ -8,12 +8,14 @@ from collections.abc import Callable
 import pytest
 from simulation.elastic import Run, simulate
 from simulation.elastic_defects import DEFECTS, schedules_to_find
-from simulation.elastic_faults import disturb, members_of
+from simulation.elastic_faults import act, disturb, members_of
+from simulation.launched import fail_host
+from simulation.transitions import taken
 
 NUM_SCHEDULES = 20
 FIRST_SEEDS = {
     "rank 0 gives its state, not the one that is furthest": 0,
-    "a failed sync leaves half of a state": 194,
+    "a failed sync leaves half of a state": 848,
     "a step that failed is not undone": 16,
     "an agreed stop is forgotten": 13,
     "an epoch that has ended stays open": 0,
@@ -73,6 +75,19 @@ def a_rank_fails_while_slots_are_awaited(run: Run) -> None:
     run.world.at(20.0, lambda: kill(run))
 
 
+def a_notice_while_ranks_start(run: Run) -> None:
+    """A host is taken away soon, before any rank listens: the ranks leave it after their first commit."""
+    calm(run, min_np=1)
+    run.cluster.load_s = 15.0
+    machine = [*run.cluster.machines.values()][-1]
+
+    def notice() -> None:
+        run.faults.append((run.world.now_s, "notice"))
+        machine.is_noticed = True
+
+    run.world.at(2.0, notice)
+
+
 def kill(run: Run) -> None:
     run.faults.append((run.world.now_s, "killed"))
     members_of(run, is_started=False)[0].end(-signal.SIGKILL)
@@ -87,6 +102,7 @@ SCHEDULES = {
         a_slot_comes_back_before_the_ranks_go_on,
         "a slot whose process has exited stays empty",
     ),
+    "a notice while ranks start": (a_notice_while_ranks_start, "a change is announced only once"),
     "killed before the journals are open": (
         killed_before_the_journals_are_open,
         "a generation is noted before its journal is open",
@@ -105,6 +121,27 @@ def test_an_exit_does_not_count_for_the_next_process() -> None:
     assert [check(seed, 2, killed_twice).code for seed in (0, 4)] == [0, 0]
     with DEFECTS["an exit is noted while ranks are assigned"].planted():
         assert simulate(0, 2, directed=killed_twice).code
+
+
+def own_agent_killed(run: Run) -> None:
+    """The agent of the launching host is killed: nothing would clean up there, so the job ends."""
+    calm(run)
+    run.faults.append((20.0, "agent"))
+    run.world.at(20.0, lambda: fail_host(run, run.here, "agent", 0.0))
+
+
+def too_few_are_left(run: Run) -> None:
+    """A host is taken away soon, and the others are too few: the job saves and ends."""
+    calm(run, min_np=sum(run.cluster.listing.values()))
+    run.world.at(20.0, lambda: act(run, "notice"))
+
+
+@pytest.mark.parametrize(
+    ("directed", "transition"),
+    [(own_agent_killed, "this host's agent is lost"), (too_few_are_left, "stopped by a notice")],
+)
+def test_a_rare_transition_is_taken(directed: Callable[[Run], None], transition: str) -> None:
+    assert taken(check(1, 2, directed), "elastic")[transition]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from simulation.locked import NFS4, Launch, Machine, Run, simulate
 from simulation.planted import Defect, seeds_to_find, text
+from simulation.transitions import never, taken
 
 from ringtrain.run import run_folder
 from ringtrain.run.run_folder import RunLock
@@ -173,6 +175,15 @@ SCHEDULES: dict[str, tuple[Callable[[Run], None], str]] = {
     "removed before it is locked": (removed_before_it_is_locked, "a lock of a file that was removed counts"),
     "removed while it is locked": (removed_before_it_is_locked, "a file that is removed meanwhile is an error"),
 }
+
+
+def test_every_transition_is_taken() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(NUM_SCHEDULES):
+        counts += taken(simulate(seed, is_traced=True), "locked")
+    for schedule, _ in SCHEDULES.values():
+        counts += taken(simulate(1, is_traced=True, directed=schedule), "locked")
+    assert never(counts, "locked") == []
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
 import pytest
 from simulation.monitored import Run, disturb, simulate
 from simulation.planted import Defect, seeds_to_find, text
+from simulation.transitions import never, taken
 
 from ringtrain.monitor import diagnosis
 from ringtrain.monitor.diagnosis import RunStalls
@@ -19,7 +21,7 @@ FIRST_SEEDS = {
     "rank 0 is not supervised": 10,
     "time in which a monitor did not run counts": 26,
     "slow steps have no longer limit": 6,
-    "a rank without a heartbeat is not named first": 21,
+    "a rank without a heartbeat is not named first": 50,
     "the job goes on after the report": 10,
     "stacks are awaited forever": 5,
     "a lost connection is not made again": 60,
@@ -60,7 +62,7 @@ DEFECTS = {
         ("hang", "freeze"),
     ),
     "slow steps have no longer limit": (
-        text(diagnosis, "limit_s", ("TIMES_MEDIAN * max", "0 * max")),
+        text(diagnosis, "limit_s", ("TIMES_MEDIAN * ", "0 * ")),
         ("hang", "freeze"),
     ),
     "ranks that wait are named": (
@@ -109,6 +111,59 @@ def test_a_stall_that_has_passed_is_over() -> None:
     defect = text(RunStalls, "look", ("self.has_warned, self._asked_s = False, None", "pass"))
     with defect.planted():
         assert simulate(1, directed=partial(hangs_for, seconds=COMES_BACK_S)).violation
+
+
+def test_a_rank_that_dies_after_few_steps_does_not_delay_the_report() -> None:
+    seed = 810365
+    assert not simulate(seed).violation
+    with text(diagnosis, "_step_s", (" if not row.is_silent", "")).planted():
+        assert "no report after" in simulate(seed).violation
+
+
+def leaves_early(run: Run) -> None:
+    """A rank has fewer batches than the others."""
+    run.ranks[1].num_steps = 5
+
+
+def cannot_connect(run: Run) -> None:
+    """No heartbeat of a rank gets through at first."""
+    run.ranks[1].deaf_until_s = 60.0
+    run.ranks[1].disturbed(60.0)
+
+
+def ring_is_lost(run: Run) -> None:
+    """Ranks send heartbeats, but the connections of their collectives are lost."""
+    run.timeout_s, run.step_s, run.ring_until_s = 20.0, 0.5, 1000.0
+
+
+def sends_no_heartbeat(run: Run, is_stopped: bool) -> None:
+    """A rank on the host of the others is stopped, or native code holds its Python's lock."""
+    run.timeout_s, run.step_s = 20.0, 0.5
+    for rank in run.ranks:
+        rank.machine = "host0"
+
+    def stop() -> None:
+        rank = run.ranks[1]
+        if is_stopped:
+            rank.freeze(1000.0)
+        else:
+            rank.deaf_until_s = rank.hangs_until_s = 1000.0
+            rank.disturbed(1000.0)
+
+    run.world.at(60.0, stop)
+
+
+def test_every_transition_is_taken() -> None:
+    counts: Counter[str] = Counter()
+    hangs = partial(hangs_for, seconds=200.0)
+    silent = [partial(sends_no_heartbeat, is_stopped=is_stopped) for is_stopped in (True, False)]
+    drawn = [partial(disturb, kinds=(kind,)) for kind in ("freeze", "die", "hang", "reset", "cut")]
+    for directed in (leaves_early, cannot_connect, ring_is_lost, hangs, *silent, *drawn):
+        for seed in range(4):
+            run = simulate(seed, is_traced=True, directed=directed)
+            assert not run.violation, f"seed {seed}: {run.violation}"
+            counts += taken(run, "monitored")
+    assert never(counts, "monitored") == []
 
 
 @pytest.mark.parametrize("name", DEFECTS)

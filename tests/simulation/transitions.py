@@ -1,16 +1,46 @@
-"""Transitions of the launcher's supervisor, and which of them a schedule has taken."""
+"""Transitions of the production code in each scenario, and which of them a schedule has taken."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 
 def printed(pattern: str) -> Callable[[Any], int]:
     """Number of lines of the launcher that match."""
     return lambda run: len(re.findall(pattern, run.cluster.output.decode()))
+
+
+def noted(pattern: str) -> Callable[[Any], int]:
+    """Number of lines of the trace that match."""
+    return lambda run: sum(bool(re.search(pattern, line)) for line in run.world.trace)
+
+
+def refused(is_here: bool) -> Callable[[Any], int]:
+    """Number of processes that are refused because of one on their host, or on another one."""
+
+    def count(run: Any) -> int:
+        machines = {process.name: process.facts["machine"].name for process in run.world.hosts}
+        found = re.findall(r"s  (\S+) +is refused: .* on (host\d+) since", "\n".join(run.world.trace))
+        return sum((machines[process] == host) is is_here for process, host in found)
+
+    return count
+
+
+def sizes(run: Any) -> list[int]:
+    """Numbers of ranks of an elastic job, one after the other."""
+    return [len(group.members) for group in run.agreed]
+
+
+def grows(run: Any) -> bool:
+    return any(before < after for before, after in pairwise(sizes(run)))
+
+
+def shrinks(run: Any) -> bool:
+    return any(before > after for before, after in pairwise(sizes(run)))
 
 
 def spares(run: Any) -> int:
@@ -30,7 +60,7 @@ def smaller(run: Any) -> int:
     return sum(mpirun.job.num_ranks < attempts[0].job.num_ranks for mpirun in attempts)
 
 
-TRANSITIONS: dict[str, Callable[[Any], int]] = {
+LAUNCHED: dict[str, Callable[[Any], int]] = {
     "an attempt starts": lambda run: len(run.cluster.attempts),
     "the job is complete": lambda run: run.code == 0,
     "complete after restarts": printed("complete; restarted"),
@@ -65,10 +95,71 @@ TRANSITIONS: dict[str, Callable[[Any], int]] = {
 }
 
 
-def taken(run: Any) -> Counter[str]:
+ELASTIC: dict[str, Callable[[Any], int]] = {
+    "ranks begin": lambda run: len(run.agreed),
+    "ranks begin again": lambda run: len(run.agreed) > 1,
+    "ranks begin with a checkpoint": noted(r"begins after step \d+ of "),
+    "more ranks than before": grows,
+    "fewer ranks than before": shrinks,
+    "a rank is removed": noted("has been removed"),
+    "the job is complete": lambda run: run.code == 0,
+    "restarted": printed(r"restart \d+ of \d+"),
+    "complete after restarts": printed("complete; restarted"),
+    "gave up": printed("not restarted: "),
+    "a stop is known after a restart": lambda run: len(run.stopped_at),
+    "a host is lost": printed(r"lost host\d+: .*; continues without"),
+    "this host's agent is lost": printed("lost the host agent of this host"),
+    "a host does not answer": printed("excluded until it does"),
+    "too few hosts answer": printed("too few hosts answered"),
+    "no rank starts in time": printed("no rank started within"),
+    "hosts cannot be listed": printed("the list of hosts is unchanged"),
+    "a host with a notice is left": printed(r"\(--preempt-notice\): continues without"),
+    "stopped by a notice": printed("stopped by a notice"),
+    "a signal is forwarded": printed("SIG[A-Z0-9]+: ranks may save and exit"),
+    "stopped by a signal": printed("stopped by SIG"),
+    "a host does not confirm its clean-up": lambda run: any(result.not_cleaned_up for _, result in run.results),
+}
+LOCKED: dict[str, Callable[[Any], int]] = {
+    "a process has the lock": noted("has the lock$"),
+    "a restart has the lock": noted(r"job\d\.[1-9]\d* +has the lock$"),
+    "waits for an earlier attempt": noted("waiting up to 30 s"),
+    "waits for a lost host": noted("waiting up to 100 s"),
+    "the lock of an earlier attempt is taken over": noted("removes the lock's file"),
+    "the file was removed meanwhile": noted("has locked a file that was removed meanwhile"),
+    "taken over before its name is written": noted("gives up a lock that another one has taken over"),
+    "taken over while it trains": noted("taken over by"),
+    "refused: a process of this host": refused(is_here=True),
+    "refused: a process of another host": refused(is_here=False),
+    "there are no locks": noted("the file system has no locks"),
+    "the run is complete": lambda run: len(run.complete),
+}
+MONITORED: dict[str, Callable[[Any], int]] = {
+    "all ranks have trained": lambda run: all(rank.has_left for rank in run.ranks),
+    "a rank is named in a warning": noted(r"prints: rank \d+ on \S+ has made no progress"),
+    "a warning, and it goes on": lambda run: noted("prints: rank")(run) > 0 and run.reported_s == float("inf"),
+    "rank 0 ends the job": noted("rank0 +ends the job"),
+    "rank 1 ends the job without rank 0": noted("rank1 +ends the job"),
+    "each rank ends without ranks 0 and 1": noted("rank[2-9] +ends the job"),
+    "a rank exits at rank 0's order": lambda run: noted(" exits$")(run) > noted("ends the job")(run),
+    "a rank in a phase is named": noted(r"ends the job: rank \d+ .*at step \d+, in \w+;"),
+    "stacks are told": lambda run: noted("ends the job")(run) and "\nin a stack" in "\n".join(run.world.trace),
+    "without a heartbeat: its last one": noted("ends the job: .*last heartbeat in"),
+    "without a heartbeat: exited": noted("ends the job: .*its process has exited"),
+    "without a heartbeat: stopped": noted("ends the job: .*its process is stopped"),
+    "without a heartbeat: in native code": noted("ends the job: .*executes no Python code"),
+    "a rank that has left is named": noted("ends the job: .*has left training"),
+    "all wait in a collective": noted("ends the job: no progress on any rank"),
+    "a rank cannot connect": noted("cannot connect to rank 0"),
+    "a lost connection is made again": lambda run: len(run.listener.links) >= len(run.ranks),
+}
+SCENARIOS = {"launched": LAUNCHED, "elastic": ELASTIC, "locked": LOCKED, "monitored": MONITORED}
+"""with a trace; of a launched job, the output is enough"""
+
+
+def taken(run: Any, scenario: str = "launched") -> Counter[str]:
     """How often a schedule has taken each transition."""
-    return Counter({name: int(count(run)) for name, count in TRANSITIONS.items()})
+    return Counter({name: int(count(run)) for name, count in SCENARIOS[scenario].items()})
 
 
-def never(counts: Counter[str]) -> list[str]:
-    return [name for name in TRANSITIONS if not counts[name]]
+def never(counts: Counter[str], scenario: str = "launched") -> list[str]:
+    return [name for name in SCENARIOS[scenario] if not counts[name]]

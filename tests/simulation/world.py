@@ -17,8 +17,6 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-STACK_BYTES = 512 * 1024
-
 
 class Gone(BaseException):
     """Ends a task of a host that has died: as after SIGKILL, none of its code has an effect any more."""
@@ -51,7 +49,7 @@ class Host:
 
 
 class Task:
-    """A thread of a host. It runs only while the world waits for it."""
+    """A thread of a host. One runs at a time: the one that waits looks whose turn it is, and passes it on."""
 
     def __init__(self, host: Host, name: str, target: Callable[[], None]) -> None:
         self.host, self.name, self._target = host, name, target
@@ -61,12 +59,17 @@ class Task:
         """what its code gets where it waits, as from a signal's handler"""
         self.wakeup = 0
         """number of the event that wakes it; earlier ones are out of date"""
+        self.is_so: Callable[[], bool] | None = None
+        """what it waits for; None: for a time only"""
+        self.was_so = False
+        """what `is_so` was last"""
+        self.limit_s: float | None = None
+        """until when it waits"""
         self._turn = threading.Lock()
         self._turn.acquire()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def _run(self) -> None:
-        self._turn.acquire()
         try:
             if not self.host.is_dead:
                 self._target()
@@ -75,20 +78,24 @@ class Task:
         except BaseException as error:
             self.error = error
         self.is_done = True
-        self.host.world.wake_waiting()
-        self.host.world.control.release()
+        world = self.host.world
+        world.wake_waiting()
+        world.give_turn(world.next_task())
 
-    def step(self) -> None:
-        """Lets it run until it waits; called by the world."""
+    def resume(self) -> None:
         if self._thread.ident is None:
             self._thread.start()
-        self._turn.release()
-        self.host.world.control.acquire()
+        else:
+            self._turn.release()
 
     def wait(self) -> None:
-        """Gives the turn to the world until this task is woken; called by the task."""
-        self.host.world.control.release()
-        self._turn.acquire()
+        """Lets the world go on until this task is woken; called by the task."""
+        world = self.host.world
+        following = world.next_task()
+        if following is not self:
+            world.give_turn(following)
+            self._turn.acquire()
+        world.current = self
         if self.host.is_dead:
             raise Gone
         if self.interruption:
@@ -110,13 +117,16 @@ class World:
         self.hosts: list[Host] = []
         self.tasks: list[Task] = []
         self.trace: list[str] = []
-        self.control = threading.Lock()
-        self.control.acquire()
         self.current: Task | None = None
+        self._turn = threading.Lock()
+        self._turn.acquire()
+        self._until_s = 0.0
+        self._error: BaseException | None = None
+        """of an event, for the caller of `run`"""
         self._is_traced = is_traced
         self._numbers = itertools.count(1)
         self._events: list[tuple[float, float, int, Any]] = []
-        self._waiting: list[Task] = []
+        self._waiting: dict[Task, None] = {}
 
     # ---- what happens ------------------------------------------------------------------------------------------------
 
@@ -136,23 +146,53 @@ class World:
 
     def run(self, until_s: float) -> None:
         """Lets everything happen up to a time, or until nothing more would."""
-        while self._events and self._events[0][0] <= until_s:
-            self.now_s, _, number, subject = heapq.heappop(self._events)
-            if not isinstance(subject, Task):
-                subject()
-                continue
-            task, host = subject, subject.host
-            if task.is_done or host.is_dead or task.wakeup != number:
-                continue
-            if host.frozen_until_s > self.now_s:
-                self._wake(task, host.frozen_until_s - self.now_s)
-                continue
-            if task in self._waiting:
-                self._waiting.remove(task)
-            self._let_run(task)
+        self._until_s = until_s
+        self._let_run(self.next_task())
+
+    def next_task(self) -> Task | None:
+        """Lets events happen until it is a task's turn; None: that of the caller of `run`."""
+        self.current = None
+        try:
+            while self._events and self._events[0][0] <= self._until_s:
+                self.now_s, _, number, subject = heapq.heappop(self._events)
+                if not isinstance(subject, Task):
+                    subject()
+                elif subject.wakeup == number and self._is_turn(subject):
+                    return subject
+        except BaseException as error:
+            self._error = error
+        return None
+
+    def _is_turn(self, task: Task) -> bool:
+        host = task.host
+        if task.is_done or host.is_dead:
+            return False
+        if host.frozen_until_s > self.now_s:
+            self._wake(task, host.frozen_until_s - self.now_s)
+            return False
+        self._waiting.pop(task, None)
+        if task.is_so is None or task.interruption:
+            return True
+        self.current = task
+        task.was_so = task.is_so()
+        self.current = None
+        is_late = task.limit_s is not None and self.now_s >= task.limit_s
+        if not task.was_so and not is_late:
+            self._add_waiting(task)
+            return False
+        return True
+
+    def give_turn(self, task: Task | None) -> None:
+        """Lets a task run, or the caller of `run`."""
+        self.current = task
+        if task:
+            task.resume()
+        else:
+            self._turn.release()
 
     def end(self) -> None:
         """Ends all tasks, so that no thread is left."""
+        self._until_s = -1.0
         for host in self.hosts:
             host.is_dead = True
         for task in self.tasks:
@@ -160,10 +200,13 @@ class World:
                 self._let_run(task)
             task._thread.join()
 
-    def _let_run(self, task: Task) -> None:
-        self.current = task
-        task.step()
-        self.current = None
+    def _let_run(self, task: Task | None) -> None:
+        """Lets a task run, and those after it."""
+        self.give_turn(task)
+        self._turn.acquire()
+        if self._error:
+            error, self._error = self._error, None
+            raise error
 
     # ---- for tasks ---------------------------------------------------------------------------------------------------
 
@@ -176,16 +219,26 @@ class World:
     def wait_for(self, is_so: Callable[[], bool], seconds: float | None = None) -> bool:
         """Waits until something is so, or for some seconds; returns whether it is."""
         task = self._task()
-        limit_s = None if seconds is None else self.now_s + seconds
-        while not is_so():
-            if limit_s is not None and self.now_s >= limit_s:
+        if is_so():
+            return True
+        task.limit_s = None
+        if seconds is not None:
+            task.limit_s = self.now_s + seconds
+            if seconds <= 0:
                 return False
-            task.wakeup = 0
-            self._waiting.append(task)
-            if limit_s is not None:
-                self._wake(task, limit_s - self.now_s)
+        task.is_so = is_so
+        self._add_waiting(task)
+        try:
             task.wait()
-        return True
+        finally:
+            task.is_so = None
+        return task.was_so
+
+    def _add_waiting(self, task: Task) -> None:
+        task.wakeup = 0
+        self._waiting[task] = None
+        if task.limit_s is not None:
+            self._wake(task, task.limit_s - self.now_s)
 
     def interrupt(self, task: Task, error: BaseException) -> None:
         """Raises an error where a task waits or sleeps."""
@@ -194,7 +247,7 @@ class World:
 
     def wake_waiting(self) -> None:
         """Lets all tasks look again at what they wait for."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting = self._waiting, {}
         for task in waiting:
             self._wake(task, 0)
 

@@ -231,7 +231,7 @@ MUTANTS = (
     ),
     Mutant(
         *("a stall timeout shorter than slow steps", "monitor/diagnosis.py"),
-        *("return max(timeout_s, TIMES_MEDIAN * max(row.times.step_s for row in rows))", "return timeout_s"),
+        *("return max(timeout_s, TIMES_MEDIAN * _step_s(rows))", "return timeout_s"),
         f"{UNIT}/test_diagnosis.py::test_the_stall_timeout_is_at_least_20_median_steps",
     ),
     Mutant(

@@ -67,6 +67,8 @@ def test_the_stall_timeout_is_at_least_20_median_steps() -> None:
     first = [dataclasses.replace(one, own_steps=1) for one in steady]
     assert limit_s(first, 5) == FIRST_STEPS_S, "in which graphs are made"
     assert limit_s([first[0], steady[1]], 5) == 40, "a rank that was stopped is not heard of again"
+    silent = row(2, times=Times(step_s=9.0), silent_s=9.0)
+    assert limit_s([*steady, silent], 5) == 40, "its last steps are not known"
     assert warning_s(steady, 300) == 40
     assert warning_s([row(0, times=Times(step_s=0.01))], 300) == 10
     assert warning_s([row(0, times=Times(step_s=0.01))], 5) == 2.5
