@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -60,7 +62,10 @@ def test_a_signal_to_the_caller_reaches_the_program(number: signal.Signals) -> N
     """With SIGKILL the program is killed as well."""
     words = [*warm_python(), "-c", PATIENT]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env) as caller:
+    # A shell's background jobs ignore SIGINT, and so would the program.
+    heeding = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(words, **streams, env=env, preexec_fn=heeding) as caller:
         assert caller.stdout is not None
         program = psutil.Process(int(caller.stdout.readline()))
         caller.send_signal(number)
