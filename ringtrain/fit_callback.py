@@ -176,13 +176,14 @@ class Run(keras.callbacks.Callback):
 
     def _restore_history(self) -> None:
         """Gives Keras' History the metrics of the epochs that earlier starts have trained."""
-        path = self.folder and self.folder / METRICS
-        if hvd.rank() == 0 and path and path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines()
-        else:
-            lines = []
-        records = hvd.broadcast_object(list(map(parse_json, lines)), 0, name="ringtrain_history")
-        for record in records[: self.model._initial_epoch]:
+
+        def read() -> list[Any]:
+            path = self.folder and self.folder / METRICS
+            if not path or not path.exists():
+                return []
+            return [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+        for record in hvd.on_rank_0(read)[: self.model._initial_epoch]:
             for name in record.keys() - set(NO_METRICS):
                 self.model.history.history.setdefault(name, []).append(record[name])
 

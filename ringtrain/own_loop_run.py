@@ -155,7 +155,6 @@ class Loop:
     @contextlib.contextmanager
     def _averaged_by_optimizers(self, run: RunContext) -> Iterator[None]:
         """Context in which the optimizers weigh this rank's gradients, and a tape that averages, too, is refused."""
-        import keras
         import tensorflow as tf
 
         from ringtrain import hvd
@@ -166,33 +165,14 @@ class Loop:
         self._weight = tf.Variable(1.0, trainable=False, dtype=tf.float64)
         for optimizer in self.model.optimizers:
             hvd.weigh_gradients(optimizer, self._weight)
-        means = [metric for metric in self.model.metrics_of_script if type(metric) is keras.metrics.Mean]
-        for metric in means:
-            self._weigh_numbers(metric)
         hvd.process.PROCESS.averaged_by_optimizers = True
         try:
-            yield
+            with self.model.weighing_numbers(self._weight):
+                yield
         finally:
             hvd.process.PROCESS.averaged_by_optimizers = False
             for optimizer in self.model.optimizers:
                 hvd.weigh_gradients(optimizer, None)
-            for metric in means:
-                vars(metric).pop("update_state")
-
-    def _weigh_numbers(self, metric: keras.metrics.Mean) -> None:
-        """Makes a number that a step adds to a mean, such as the loss of its rows, count by these rows."""
-        import tensorflow as tf
-
-        from ringtrain.hvd.keras_patches import set_untracked
-
-        update_state = metric.update_state
-
-        def update(values: Any, sample_weight: Any = None) -> Any:
-            if sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
-                sample_weight = tf.cast(self._weight, metric.dtype)
-            return update_state(values, sample_weight=sample_weight)
-
-        set_untracked(metric, update_state=update)
 
     def _restore_result(self, config: Config, summary: Mapping[str, Any]) -> None:
         """Gives models and history the state of a run that was complete."""

@@ -69,7 +69,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     teach_keras()
     PROCESS.sockets |= open_sockets() - before
     rank = horovod.rank()
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.write_through:
+    if horovod.size() > 1 and isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.write_through:
         # PYTHONUNBUFFERED writes each part of a line by itself, and launchers mix the parts of several ranks.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     report_uncaught(lambda: rank)

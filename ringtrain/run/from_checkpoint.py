@@ -106,7 +106,7 @@ def restore(
     config = process.config
     of_name = {name: text for name, text in job.checksums.items() if name in job.of_name}
     start = resume.restore(job.model, *resume.source_of(config), config, numbers, of_name)
-    if not start.source:
+    if not start.source and config.run.resume != "never":  # with that, an existing folder is refused later
         hvd.on_rank_0(lambda: _look_for_lost_checkpoints(process.lock.folder, numbers.num_steps))
     start = _at_initial_epoch(start, numbers)
     job.numbers = dataclasses.replace(job.numbers, initial_epoch=start.initial_epoch)  # as checkpoints keep it

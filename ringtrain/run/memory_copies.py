@@ -118,11 +118,8 @@ def begin(process: Process, job: Job, folder: Path, start: Start) -> None:
         except OSError as error:
             return host, 0, f"{error.filename or memory}: {error.strerror}"
         if free_bytes < needed_bytes:
-            return (
-                host,
-                free_bytes,
-                f"{free_bytes / 1e6:,.0f} MB free in {ROOT}, {needed_bytes / 1e6:,.0f} MB needed",
-            )
+            problem = f"{free_bytes / 1e6:,.0f} MB free in {ROOT}, {needed_bytes / 1e6:,.0f} MB needed"
+            return host, free_bytes, problem
         process.memory = copies
         return host, free_bytes, ""
 

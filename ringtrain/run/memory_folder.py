@@ -54,7 +54,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Host:
-    """What a host has in memory of one run; nothing on ranks other than its first.
+    """Copies of one run in the memory of a host, as its first rank reports them. Its other ranks report none.
 
     Attributes:
         job, run: IDs of the launch and the run whose ranks have last written here.

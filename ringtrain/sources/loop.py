@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from ringtrain import data, hvd
 from ringtrain.config import Config
 from ringtrain.errors import ConfigError
-from ringtrain.hvd.keras_patches import has_weights
+from ringtrain.hvd.keras_patches import has_weights, set_untracked
 from ringtrain.run import evaluation, identity, model_state
 from ringtrain.run.context import Job, Process, Validation
 from ringtrain.sources import script, script_model
@@ -81,6 +83,29 @@ class ModelsOfLoop(keras.Model):
             if name not in self.means:
                 self.means[name] = keras.metrics.Mean(name)
             self.means[name].update_state(value, sample_weight=weight)
+
+    @contextlib.contextmanager
+    def weighing_numbers(self, weight: tf.Variable) -> Iterator[None]:
+        """Context in which a number that a step adds to a mean, such as the loss of its rows, counts by these rows."""
+        means = [metric for metric in self.metrics_of_script if type(metric) is keras.metrics.Mean]
+        for metric in means:
+            set_untracked(metric, update_state=_weighing(metric, weight))
+        try:
+            yield
+        finally:
+            for metric in means:
+                vars(metric).pop("update_state", None)
+
+
+def _weighing(metric: keras.metrics.Mean, weight: tf.Variable) -> Callable[..., Any]:
+    update_state = metric.update_state
+
+    def update(values: Any, sample_weight: Any = None) -> Any:
+        if sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
+            sample_weight = tf.cast(weight, metric.dtype)
+        return update_state(values, sample_weight=sample_weight)
+
+    return update
 
 
 class LoopOfScript(StepsOfScript):
@@ -157,8 +182,13 @@ class OtherVariables:
             if issubclass(type(thing), keras.Variable):
                 variables.append(thing)
             elif issubclass(type(thing), keras.Metric):  # one that is not saved is of the script's own output
-                known |= {id(variable) for variable in thing.variables}
-        self._before = [(variable, _checksum(variable)) for variable in variables if id(variable) not in known]
+                known |= {id(variable) for variable in getattr(thing, "variables", ())}
+        self._before: list[tuple[keras.Variable, int]] = []
+        for variable in variables:
+            # One without a value, such as a variable of a graph, is no state of the script; Keras raises any error.
+            with contextlib.suppress(Exception):
+                if id(variable) not in known:
+                    self._before.append((variable, _checksum(variable)))
 
     def name_changed(self) -> None:
         """Says which have another value now."""

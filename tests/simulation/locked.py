@@ -132,7 +132,7 @@ class OpenFile:
         world.at(world.now_s + world.random.uniform(0, LONGEST_FLUSH_S), arrive)
 
     def arrive(self, text: str) -> None:
-        """All hosts see it, unless another process has the lock by now: then it is refused, and nobody does."""
+        """All hosts see it. If another process has the lock by now, the server refuses it, and no host sees it."""
         self._is_flushed = True
         if self.inode.unflushed.get(self.machine.name) == text:
             del self.inode.unflushed[self.machine.name]
