@@ -62,6 +62,7 @@ def test_what_gains_most_is_tried_first_and_what_changes_numbers_only_where_that
         ("groups", ONE_HOST, ["hvd.groups=1", "hvd.groups=2", "hvd.groups=4"]),
         ("groups", Facts(2, 2, 2, 1, False, None), ["hvd.groups=1"]),
         ("update", ONE_HOST, ["optimizer.jit=True"]),
+        ("passes", GPUS, ["train.jit=True"]),
         ("hierarchical", TWO_HOSTS, []),
         ("hierarchical", GPUS, ["HOROVOD_HIERARCHICAL_ALLREDUCE=1"]),
         ("controller", ONE_HOST, ["--launcher horovodrun-gloo"]),
@@ -79,6 +80,8 @@ def test_nothing_is_tried_that_the_configuration_or_the_launcher_excludes():
     )
     for words in (["--optimizer.name", "sgd"], ["--optimizer.jit"], ["--strategy.name", "mpi-ring"]):
         assert tried("update", ONE_HOST, words) == []
+    for words in (["--train.jit"], ["--model.sync-batch-norm"], ["--strategy.name", "mpi-ring"]):
+        assert tried("passes", ONE_HOST, words) == []
     assert tried("ranks", ONE_HOST, ["--strategy.name", "mpi-ring"]) == []
     for words in (["--hvd.op", "adasum"], ["--hvd.local-steps", "4"], ["--train.virtual-ranks", "2"]):
         assert tried("ranks", ONE_HOST, words) == []

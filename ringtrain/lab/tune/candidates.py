@@ -13,14 +13,25 @@ from ringtrain.lab import stats
 from ringtrain.protocol.cores import THREADS
 from ringtrain.protocol.env import YIELDING
 
-LEVERS = ("ranks", "controller", "yielding", "threads", "groups", "update", "fusion", "hierarchical", "compression")
-WITHIN_A_START = ("hvd.groups", "hvd.compression", "hvd.local_steps", "optimizer.jit")
+LEVERS = (
+    "ranks",
+    "controller",
+    "yielding",
+    "threads",
+    "groups",
+    "update",
+    "passes",
+    "fusion",
+    "hierarchical",
+    "compression",
+)
+WITHIN_A_START = ("hvd.groups", "hvd.compression", "hvd.local_steps", "optimizer.jit", "train.jit")
 FEWER_BYTES = ({"hvd.compression": "fp16"}, {"hvd.compression": "powersgd:4"}, {"hvd.local_steps": 8})
 OF_RANKS = ("hvd.op", "hvd.local_steps", "train.virtual_ranks")
 """options with which fewer ranks train by another algorithm, or have batches of another kind"""
 FUSED = ("sgd",)
 """optimizers whose update is one kernel without XLA"""
-OF_ONE_RANK = ("threads", "update")
+OF_ONE_RANK = ("threads", "update", "passes")
 """levers of a job with one rank, which sends no gradients"""
 HIERARCHICAL = "HOROVOD_HIERARCHICAL_ALLREDUCE"
 OWN_TURNS = 3  # where each measurement is a separate start
@@ -176,6 +187,8 @@ def next_lever(
         return Lever(name, _groups(facts, config))
     if name == "update":
         return Lever(name, _compiled_update(config))
+    if name == "passes":
+        return Lever(name, _compiled_passes(config))
     if name == "fusion":
         return Lever(name, _fusion(config), autotuned=not config.hvd.deterministic)
     if name == "hierarchical":
@@ -240,6 +253,13 @@ def _compiled_update(config: Config) -> tuple[Choice, ...]:
     return (Choice({"optimizer.jit": True}),)
 
 
+def _compiled_passes(config: Config) -> tuple[Choice, ...]:
+    options = {"train.jit": True}
+    if config.train.jit or config.strategy.name != "ring" or not _is_valid(config, options):
+        return ()
+    return (Choice(options),)
+
+
 def _fusion(config: Config) -> tuple[Choice, ...]:
     slower_cycle = Choice({"hvd.cycle_time_ms": 5.0})
     if _is_fixed(config) or config.hvd.fusion_mb == 1:
@@ -286,9 +306,9 @@ def _is_valid(config: Config, options: Mapping[str, Any]) -> bool:
 def order(facts: Facts, allow_compression: bool) -> list[str]:
     """Tuning parameters, the largest expected gain first: bytes matter between hosts, cores on one host."""
     if facts.has_several_hosts:
-        names = ["controller", "hierarchical", "groups", "fusion", "threads", "update", "yielding"]
+        names = ["controller", "hierarchical", "groups", "fusion", "threads", "update", "passes", "yielding"]
     else:
-        names = ["ranks", "groups", "update", "threads", "controller", "fusion", "yielding"]
+        names = ["ranks", "groups", "update", "passes", "threads", "controller", "fusion", "yielding"]
     if allow_compression and facts.has_several_hosts:
         return ["compression", *names]
     return [*names, "compression"]
