@@ -228,11 +228,7 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     stages.done("restored")
     # A complete run stays as it is, but its mirror may lack the last files.
     if summary:
-        folder = Path(process.config.run.directory) / process.config.run.name
-        _finish_mirror(process, folder)
-        memory_copies.end(process, folder)
-        process.lock.release()
-        strategy.end(0)
+        _end(process, Path(process.config.run.directory) / process.config.run.name)
         return summary
     # A wrong state or a reduction that does not average must be seen now, not after hours of training.
     hvd.check_in_sync(job.model)
@@ -358,14 +354,7 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
         _publish(run, summary)
     if run.timeline:
         run.timeline.close()  # last: with many ranks and steps it takes a while
-    # Whatever becomes of the mirror, the folder is free for the next run, and servers and workers end.
-    try:
-        _finish_mirror(run, run.folder, exit_code=stop.exit_code)
-        if not stop.is_resumable:
-            memory_copies.end(run, run.folder)
-    finally:
-        run.lock.release()
-        strategy.end(stop.exit_code)
+    _end(run, run.folder, stop.exit_code, keeps_copies=stop.is_resumable)
     return summary, stop.exit_code
 
 
@@ -379,7 +368,19 @@ def _publish(run: RunContext, summary: Mapping[str, Any]) -> None:
         run.callbacks.trackers.end(run.callbacks.stop.exit_code, summary)
 
 
-def _finish_mirror(process: Process, folder: Path, exit_code: int = 0) -> None:
+def _end(process: Process, folder: Path, exit_code: int = 0, keeps_copies: bool = False) -> None:
+    """Completes the run's mirror, and gives back what this job holds: folder, copies in memory, other processes."""
+    # Whatever becomes of the mirror, the folder is free for the next run, and servers and workers end.
+    try:
+        _finish_mirror(process, folder, exit_code)
+        if not keeps_copies:
+            memory_copies.end(process, folder)
+    finally:
+        process.lock.release()
+        process.strategy.end(exit_code)
+
+
+def _finish_mirror(process: Process, folder: Path, exit_code: int) -> None:
     """Waits until the run's mirror has all of it. Collective; raises CheckpointError, or reports it after a signal."""
     if not process.config.run.mirror:
         return
