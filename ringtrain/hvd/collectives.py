@@ -122,6 +122,14 @@ def tensor_of(value: Any) -> Any:
     return tf.convert_to_tensor(value)
 
 
+def _sent(value: Any) -> Any:
+    """`tensor_of` a value that is sent: Horovod reads a tensor's name, which one from outside of a `tf.function` lacks."""
+    tensor = tensor_of(value)
+    if isinstance(tensor, tf.__internal__.EagerTensor) and not tf.executing_eagerly():
+        return tf.identity(tensor)
+    return tensor
+
+
 def device_of(value: Any) -> str:
     """Device of a collective: the CPU for arrays and numbers, which are on the host; "" lets TensorFlow decide."""
     if tf.is_tensor(value) or isinstance(value, keras.Variable):
@@ -190,7 +198,7 @@ def allreduce(
     PROCESS.has_allreduced = True
     device_dense = device_dense or device_of(value)
     with tf.device(device_dense):
-        tensor = tensor_of(value)
+        tensor = _sent(value)
     return horovod.allreduce(
         tensor,
         average=average,
@@ -209,13 +217,13 @@ def allreduce(
 def grouped_allreduce(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
     """Reduces several dense tensors as one unit; other arguments as in `horovod.tensorflow.grouped_allreduce`."""
     PROCESS.has_allreduced = True
-    return horovod.grouped_allreduce([tensor_of(value) for value in tensors], *args, **kwargs)
+    return horovod.grouped_allreduce([_sent(value) for value in tensors], *args, **kwargs)
 
 
 def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> tf.Tensor:
     """Concatenates the ranks' values along the first dimension, in rank order."""
     with tf.device(device_of(value)):
-        return horovod.allgather(tensor_of(value), name=name, process_set=process_set)
+        return horovod.allgather(_sent(value), name=name, process_set=process_set)
 
 
 def allgather_object(
@@ -275,7 +283,7 @@ def broadcast(
 ) -> tf.Tensor:
     """Returns the value of `root_rank` on every rank; shape and dtype must be the same on all ranks."""
     with tf.device(device_of(value)):
-        return horovod.broadcast(tensor_of(value), root_rank, name=name, process_set=process_set)
+        return horovod.broadcast(_sent(value), root_rank, name=name, process_set=process_set)
 
 
 def broadcast_(
@@ -288,12 +296,12 @@ def broadcast_(
 
 def reducescatter(value: Any, name: str | None = None, op: Any = Average, **kwargs: Any) -> tf.Tensor:
     """Reduces a tensor over the ranks and returns this rank's part of the first dimension."""
-    return horovod.reducescatter(tensor_of(value), name=name, op=op, **kwargs)
+    return horovod.reducescatter(_sent(value), name=name, op=op, **kwargs)
 
 
 def alltoall(value: Any, splits: Any = None, name: str | None = None, **kwargs: Any) -> Any:
     """Sends slice i of the first dimension to rank i; arguments as in `horovod.tensorflow.alltoall`."""
-    return horovod.alltoall(tensor_of(value), splits=splits, name=name, **kwargs)
+    return horovod.alltoall(_sent(value), splits=splits, name=name, **kwargs)
 
 
 def gather_bytes(own: NDArray[np.uint8], name: str) -> NDArray[np.uint8] | None:

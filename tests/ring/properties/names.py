@@ -108,6 +108,17 @@ def collectives_work_inside_a_tf_function():
     assert reduced.numpy()[0] == sum(range(hvd.size()))
     assert gathered.shape[0] == hvd.size()
 
+    outside = tf.constant([float(hvd.rank())])
+
+    @tf.function
+    def captured():
+        return hvd.allreduce(outside, op=hvd.Sum), hvd.allgather(outside), hvd.broadcast(outside, 1)
+
+    reduced, gathered, sent = captured()
+    assert reduced.numpy()[0] == sum(range(hvd.size()))
+    assert gathered.numpy().tolist() == list(range(hvd.size()))
+    assert sent.numpy()[0] == 1
+
 
 def tape_reduces_for_keras_variables():
     model, reference = small.build(), small.build()
