@@ -74,8 +74,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks each test by its folder; outside of unit/ a test without the mark `quick` is slow.
 
-    With --sample three quarters of the slow tests are left for the next three days; test_job and test_property choose their
-    own cases.
+    With --sample three quarters of the slow tests are left for the next three days; test_job and test_property choose
+    their own cases.
     """
     left = []
     for item in items:

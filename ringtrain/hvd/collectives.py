@@ -21,7 +21,7 @@ from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from ringtrain.errors import LaunchError, OutOfSync, RingtrainError
-from ringtrain.hvd.backend import WITH_HOROVOD, Average, Compression, ProcessSet, global_process_set, horovod
+from ringtrain.hvd.backend import WITH_HOROVOD, Adasum, Average, Compression, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.keras_patches import report_trained_alone, teach_keras
 from ringtrain.hvd.placement import CPU, check_local_placement
 from ringtrain.hvd.process import PROCESS, elastic, open_sockets
@@ -123,7 +123,7 @@ def tensor_of(value: Any) -> Any:
 
 
 def _sent(value: Any) -> Any:
-    """`tensor_of` a value that is sent: Horovod reads a tensor's name, which one from outside of a `tf.function` lacks."""
+    """Tensor to send. Horovod reads its name, which a tensor from outside of a `tf.function` lacks there."""
     tensor = tensor_of(value)
     if isinstance(tensor, tf.__internal__.EagerTensor) and not tf.executing_eagerly():
         return tf.identity(tensor)
@@ -188,6 +188,7 @@ def allreduce(
         Tensor of the shape and dtype of `value`.
 
     Raises:
+        NotImplementedError: Adasum over a number of ranks that is no power of two.
         TypeError: Arguments are in the order of `horovod.tensorflow.allreduce`, where `average` is the second.
     """
     if isinstance(name, bool) or isinstance(average, str):
@@ -195,6 +196,8 @@ def allreduce(
             f"hvd.allreduce: got name={name!r}, average={average!r}: the second argument is the name, as in "
             "horovod.tensorflow.keras, and not average, as in horovod.tensorflow: write op=hvd.Sum or op=hvd.Average"
         )
+    if op == Adasum:
+        _refuse_adasum(process_set.size())
     PROCESS.has_allreduced = True
     device_dense = device_dense or device_of(value)
     with tf.device(device_dense):
@@ -212,6 +215,12 @@ def allreduce(
         device_sparse=device_sparse,
         ignore_name_scope=ignore_name_scope,
     )
+
+
+def _refuse_adasum(size: int) -> None:
+    """Raises NotImplementedError for a number of ranks with which Horovod's Adasum on CPUs makes MPI abort."""
+    if size & (size - 1) and not horovod.nccl_built():
+        raise NotImplementedError(f"hvd.allreduce: Adasum needs a number of ranks that is a power of two, not {size}")
 
 
 def grouped_allreduce(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:

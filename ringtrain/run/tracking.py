@@ -79,7 +79,8 @@ class Recorder(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self.global_step == self.first_step:
             self._report_gaps(epoch)
-        self.epoch = epoch
+        self.epoch, self.evaluated_s = epoch, self.run.callbacks.evaluation.seconds
+        self.learning_rate = last_learning_rate(self.model.optimizer)
         self.epoch_begin_s = self.epoch_start_s = self.epoch_end_s = time.perf_counter()
         self.steps_before = self.last_step = self.global_step
 
@@ -105,7 +106,11 @@ class Recorder(keras.callbacks.Callback):
             figures = "  ".join(f"{name} {value:.4f}" for name, value in (logs or {}).items() if is_number(value))
             self.progress.step(self.global_step, self.epoch, figures)
         every = self.run.config.tracking.every_steps
-        if every and self.run.clock.passed(every):
+        is_recorded = bool(every) and self.run.clock.passed(every)
+        if is_recorded or self.run.clock.epoch_complete:
+            # Before callbacks change it at the end of the epoch.
+            self.learning_rate = last_learning_rate(self.model.optimizer)
+        if is_recorded:
             self._record(STEPS, "steps/", self.epoch, logs)
         self._note_time()
 
@@ -122,7 +127,8 @@ class Recorder(keras.callbacks.Callback):
         self.timed_s += seconds
         if not self.run.clock.epoch_complete:
             return  # interrupted
-        train_s, evaluate_s = self.epoch_end_s - self.epoch_begin_s, time.perf_counter() - self.epoch_end_s
+        train_s = self.epoch_end_s - self.epoch_begin_s
+        evaluate_s = self.run.callbacks.evaluation.seconds - self.evaluated_s
         self.epochs.append(self._record(METRICS, "", epoch, logs, train_s=train_s, evaluate_s=evaluate_s))
         with self._disk_may_be_full():
             if self.run.config.tracking.histograms:
@@ -176,7 +182,7 @@ class Recorder(keras.callbacks.Callback):
         for name, value in (logs or {}).items():
             if name != "lr":
                 record[name] = np.asarray(value).tolist()
-        record["learning_rate"] = last_learning_rate(optimizer)
+        record["learning_rate"] = self.learning_rate
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             record["loss_scale"] = float(optimizer.dynamic_scale)
         if self.run.gradient_norm is not None:

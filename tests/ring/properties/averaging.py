@@ -205,6 +205,16 @@ def adasum_follows_its_formula():
     assert hvd.check_averaging(compressed) == "combined by Adasum"
 
 
+@only(np=3, launcher="mpi")
+def adasum_over_three_ranks_is_refused():
+    try:
+        hvd.allreduce(np.ones(3, np.float32), op=hvd.Adasum)
+    except NotImplementedError as error:
+        assert "power of two, not 3" in str(error)
+    else:
+        raise AssertionError("not refused")
+
+
 def adasum_is_expected_to_average_within_a_host_on_gpus():
     """By Horovod's source; there is no GPU here. On CPUs the sum of orthogonal vectors is expected, see above."""
     assert averaged_by_adasum("", ["GPU:0"], True, 4) == 4
