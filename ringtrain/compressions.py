@@ -67,6 +67,8 @@ COMPRESSIONS = {
 
 PATTERN = "|".join(f"{name}:[1-9][0-9]*" if kind.has_number else name for name, kind in COMPRESSIONS.items())
 """regular expression of all names"""
+EXAMPLES = ", ".join(f"{name}:1, {name}:2, ..." if kind.has_number else name for name, kind in COMPRESSIONS.items())
+"""all names, for messages"""
 
 
 def kind_of(name: str) -> Compression:

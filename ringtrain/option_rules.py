@@ -56,7 +56,7 @@ SPLIT = Rule(
     {"pattern": f"^({SPLITS})$"},
 )
 COMPRESSION = Rule(
-    "none, fp16, bf16, or powersgd:1, powersgd:2, ...",
+    compressions.EXAMPLES,
     lambda value: re.fullmatch(compressions.PATTERN, value) is not None,
     {"pattern": f"^({compressions.PATTERN})$"},
 )

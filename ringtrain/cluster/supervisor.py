@@ -160,7 +160,8 @@ class Supervisor:
         """Starts an agent on every host. Raises LaunchError if one does not answer or lacks the program."""
         names = [host.name for host in self.job.hosts] if self.over_ssh else []
         others = [name for name in names if name not in self.here]
-        self.agents.connect(others, len(others) < len(names) or not names, self._poll_unless_stopped)
+        has_ranks_here = len(others) < len(names) or not names
+        self.agents.connect(others, has_ranks_here, self._poll_unless_stopped)
 
     def check_networks(self, plan: Plan) -> None:
         """Prints which hosts cannot report their networks, if the plan excludes local ones.
@@ -259,7 +260,7 @@ class Supervisor:
             raise HostsLost(hosts, f"{why}, or raise --start-timeout")
 
     def _check_end(self, returncode: int) -> None:
-        """Compares them again after the launcher has exited."""
+        """Compares planned and actual placement again, after the launcher has exited."""
         wrong = difference(self.planned_placement, self.reports.ranks)
         if wrong:
             raise PlacementError(wrong)
@@ -281,20 +282,22 @@ class Supervisor:
         """Forwards a signal to the ranks; returns when to kill them (time.monotonic()), inf if it may be repeated."""
         known = [rank for rank in self.reports.ranks if rank.process]
         is_final = number in ENDING
-        # Jupyter interrupts a kernel right before it kills it: ranks that save because of the first keep the grace.
-        is_second = self.stopped_by in ENDING and not self._was_noticed_only
-        may_save = not self.stopped_by or (is_final and not is_second)
         is_notice = self._is_notice_due and number == signal.SIGTERM
-        self._is_notice_due = self._is_notice_due and not is_notice
+        if is_notice:
+            self._is_notice_due = False
+        # Jupyter interrupts a kernel right before it kills it: ranks that save because of the first keep the grace.
+        is_first = not self.stopped_by
+        is_second = self.stopped_by in ENDING and not self._was_noticed_only
+        may_save = is_first or (is_final and not is_second)
         if not known or not may_save:
-            if not self.stopped_by or self._was_noticed_only:
+            if is_first or self._was_noticed_only:
                 self.stopped_by, self._was_noticed_only = number, is_notice
             raise Stopped(self.stopped_by)
-        are_told, self.stopped_by, self._was_noticed_only = bool(self.stopped_by), number, is_notice
+        self.stopped_by, self._was_noticed_only = number, is_notice
         then = f"killed in {self.options.grace:g} s (--grace)" if is_final else "a second one ends them at once"
         self.output.end_line()
         say(f"{signal.Signals(number).name}: ranks may save and exit; {then}")
-        if are_told:  # another signal might end a rank that saves
+        if not is_first:  # ranks know already, and another signal might end one that saves
             return time.monotonic() + self.options.grace
         # Ranks treat a closed terminal like SIGTERM.
         forwarded = int(signal.SIGTERM if is_final else number)
@@ -412,7 +415,9 @@ class Supervisor:
         is_required = self.options.require_init
         text = exit_cause.without_init(self.job.num_ranks, self.reports, self.agents.tensorflow, is_required)
         text = text or exit_cause.without_reduction(self.reports)
-        return f"{text}{'; --require-init makes this an error' if not is_required else ''}" if text else ""
+        if text and not is_required:
+            text += "; --require-init makes this an error"
+        return text
 
     def conclude(self, returncode: int, lost: HostsLost | None = None) -> JobResult:
         """Prints the exit cause last and returns the result. lost: Hosts for which the job was stopped."""
@@ -427,19 +432,39 @@ class Supervisor:
             if self._was_noticed_only and self.stopped_by == signal.SIGTERM:
                 cause = f"a notice that {self.noticed_host} is taken away"
             result = JobResult(128 + self.stopped_by, f"stopped by {cause}")
-        lost_hosts = lost.hosts if lost else tuple(self.lost_hosts) if result.rank < 0 else ()
-        placements = self.planned_placement.ranks()
-        hosts = lost_hosts or ((placements[result.rank][0],) if 0 <= result.rank < len(placements) else ())
+        result = self._with_facts(result, lost)
+        self.output.show_deferred(result.text)
+        if result.text:
+            say(result.text)
+        return result
+
+    def _with_facts(self, result: JobResult, lost: HostsLost | None) -> JobResult:
+        """The result with what is known besides its cause: hosts, the furthest step, lack of memory."""
+        # Hosts that were lost, else that of the rank which failed.
+        kind, placements = result.kind, self.planned_placement.ranks()
+        hosts: tuple[str, ...] = ()
+        if lost is not None:
+            hosts = tuple(lost.hosts)
+        elif result.rank < 0:
+            hosts = tuple(self.lost_hosts)
+        if hosts:
+            kind = exit_cause.HOST_LOST
+        elif 0 <= result.rank < len(placements):
+            hosts = (placements[result.rank][0],)
+
         status = self.reports.status | self.agents.status
         furthest = max(status.values(), default=(-1, ""))
         step, phase = status.get(result.rank, (furthest[0], ""))
+
+        text = result.text
         agents = {"" if host in self.here else host for host in hosts}
         out_of_memory = result.exit_code == 128 + signal.SIGKILL and bool(agents & self.agents.out_of_memory)
-        result = replace(
+        if out_of_memory:
+            text += "; the kernel of its host killed processes for lack of memory"
+        return replace(
             result,
-            text=result.text
-            + ("; the kernel of its host killed processes for lack of memory" if out_of_memory else ""),
-            kind=exit_cause.HOST_LOST if lost_hosts else result.kind,
+            text=text,
+            kind=kind,
             hosts=hosts,
             global_step=step,
             phase=phase,
@@ -448,7 +473,3 @@ class Supervisor:
             not_cleaned_up=tuple(self.lost_hosts),
             out_of_memory=out_of_memory,
         )
-        self.output.show_deferred(result.text)
-        if result.text:
-            say(result.text)
-        return result

@@ -1,7 +1,8 @@
 """The seam for ways to reduce dense gradients that are no allreduce of each.
 
 To add one: a module in reducers/ with a `Compressor` and its `Reducer` (bfloat16.py has no state, powersgd.py has), a
-row in ringtrain/compressions.py, and a method of `hvd.Compression` with the row's name.
+row in ringtrain/compressions.py, a method of `hvd.Compression` with the row's name (an attribute, if it takes no
+number), and a line in reducers/__init__.py, in the help of `hvd.compression` in config.py, and in docs/slow-links.md.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ class Reducer:
 
         Args:
             reduction: Of the optimizer. `reduction.allreduce` is Horovod's for gradients, `means` that for other
-                tensors, and `gather_parts` joins vectors of the ranks.
+                tensors, and `gather_parts` joins tensors of the ranks along their first axis.
             tensors: This rank's gradients, none where it trains alone; shapes and dtypes stay.
-            variables: Whose gradients they are. Those of a check are none that `build` has seen: their gradients must
-                be combined exactly, by `reduction.allreduce`.
+            variables: Whose gradients they are, of Keras or TensorFlow: `id(tensor_of(variable))` is a key. Those of a
+                check are none that `build` has seen: their gradients must be combined exactly, by
+                `reduction.allreduce`.
             name: Prefix of the operations' names, which are equal on all ranks.
         """
         raise NotImplementedError

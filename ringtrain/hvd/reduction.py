@@ -149,8 +149,9 @@ class Reduction:
         return tf.cast(lowest, tf.bool)
 
     # ---- vectors of which each rank has a part -----------------------------------------------------------------------
+
     def place(self) -> tuple[int, int]:
-        """This rank's number in its process set, and their number."""
+        """This rank's number in its process set, and the number of ranks in it."""
         return self.process_set.rank(), self.process_set.size()
 
     def reduce_scatter(self, vectors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -215,15 +216,17 @@ class Reduction:
         dense = []
         for index, gradient in enumerate(gradients):
             if local[index]:
-                reduced[index] = scaled(gradient, 1.0 / self.num_ranks()) if self.scale_local_gradients else gradient
+                if self.scale_local_gradients:
+                    reduced[index] = scaled(gradient, 1.0 / self.num_ranks())
             elif isinstance(gradient, tf.IndexedSlices) and not self.sparse_as_dense:
                 reduced[index] = self._reduce_sparse(gradient, f"HorovodAllgather_{prefix}_{index}")
             elif self._alone():
                 reduced[index] = tf.convert_to_tensor(gradient)
             else:
                 dense.append(index)
+        name = f"HorovodAllreduce_{prefix}"
         tensors = [tf.convert_to_tensor(gradients[index]) for index in dense]
-        of_dense, name = [variables[index] for index in dense], f"HorovodAllreduce_{prefix}"
+        of_dense = [variables[index] for index in dense]
         if self.reducer:
             results = self.reducer.reduce(self, tensors, of_dense, name)
         else:
@@ -279,7 +282,8 @@ class Reduction:
         return tf.IndexedSlices(tf.cast(values, gradient.dtype), rows, gradient.dense_shape)
 
     def _reduce_dense(self, gradients: list[tf.Tensor], name: str, reduce: Any = None) -> list[tf.Tensor]:
-        tensors, factor = [widened(gradient) for gradient in gradients], self.gradient_predivide_factor
+        tensors = [widened(gradient) for gradient in gradients]
+        factor = self.gradient_predivide_factor
         options = {
             "device_dense": self.device_dense,
             "compression": Compression.none if self.reducer else self.compression,
@@ -292,14 +296,14 @@ class Reduction:
         }
         after: Any = 1.0
         if any(self._sent_in_16_bits(tensor) for tensor in tensors):
-            # Horovod would add before it divides, and float16 overflows above 65504.
-            before: Any = self.num_ranks() if factor == 1.0 else factor
-            after = before
-            if self.op == Average:
-                after = before / self.num_ranks()
-                options["op"] = Sum
-            tensors = [scaled(tensor, 1.0 / before) for tensor in tensors]
+            # Horovod would add before it divides, and float16 overflows above 65504: divide here, and multiply after.
+            divisor: Any = self.num_ranks() if factor == 1.0 else factor
+            tensors = [scaled(tensor, 1.0 / divisor) for tensor in tensors]
             options |= {"prescale_factor": 1.0, "postscale_factor": 1.0}
+            after = divisor
+            if self.op == Average:
+                options["op"] = Sum
+                after = divisor / self.num_ranks()
         if reduce is not None:
             results = [reduce(tensor, **options) for tensor in tensors]
         elif self._as_one():

@@ -58,7 +58,7 @@ def has_layer(model: keras.Model, layer: str) -> bool:
     return layer in vars(model).get(WRAPPERS, {})
 
 
-def has_own_step(model: keras.Model) -> bool:
+def is_set_on_object(model: keras.Model) -> bool:
     """Returns whether a script has set a training step on the object of a model."""
     found = vars(model).get("train_step")
     return has_layer(model, OWN) or (found is not None and found is not vars(model).get(COMPOSED))
@@ -66,7 +66,7 @@ def has_own_step(model: keras.Model) -> bool:
 
 def is_own(model: keras.Model) -> bool:
     """Returns whether a model trains by another step than Keras'."""
-    return type(model).train_step is not keras.Model.train_step or has_own_step(model)
+    return type(model).train_step is not keras.Model.train_step or is_set_on_object(model)
 
 
 def be_traced_anew(model: keras.Model) -> None:

@@ -26,9 +26,13 @@ REPORT_FIRST_S = 5.0
 FIRST_STEPS_S = 120.0
 """minimum stall timeout of the first two steps, which build graphs"""
 MIN_WARNING_S = 10.0
+"""time without progress before a warning, unless half of the stall timeout is shorter"""
 TIMES_MEDIAN = 20
+"""a stall takes at least as long as this many steps of the slowest rank"""
 WINDOW_STEPS = 50
+"""steps of a median"""
 ORDER = ("start", "callbacks", "save", "evaluate", "input", "compute", "update")
+"""phases besides reduce, in their order from one count of a step to the next"""
 STATES = {
     "": "its process has exited",
     "T": "its process is stopped (SIGSTOP, or a scheduler's suspend)",
@@ -112,13 +116,18 @@ class Row:
     def is_silent(self) -> bool:
         return self.silent_s > SILENT_S and not self.is_done
 
+    @property
+    def stuck_s(self) -> float:
+        """Time since its last progress: until its last heartbeat, and since then."""
+        return self.idle_s + self.silent_s
+
 
 # ---- where the ranks are and what is said about it -----------------------------------------------------------------
 
 
 def idle_s(rows: Collection[Row]) -> float:
     """Time for which no rank has made progress."""
-    return min((row.idle_s + row.silent_s for row in rows if not row.is_done), default=0.0)
+    return min((row.stuck_s for row in rows if not row.is_done), default=0.0)
 
 
 def limit_s(rows: Collection[Row], timeout_s: float) -> float:
@@ -150,21 +159,28 @@ def blocking_ranks(rows: Collection[Row]) -> list[Row]:
     if left:
         return left
     working = [row for row in rows if row.phase != "reduce"]
-    least = min((_progress(row) for row in working), default=None)
-    others = min((row.step for row in rows), default=0)
-    return [row for row in working if _progress(row) == least and row.step <= others]
+    if not working:
+        return []
+    least = min(map(_progress, working))
+    first_step = min(row.step for row in rows)  # a rank ahead of one that waits in a collective does not block it
+    return [row for row in working if _progress(row) == least and row.step <= first_step]
 
 
 def is_located(row: Row, rows: Collection[Row]) -> bool:
     """Returns whether a rank sends heartbeats, or another rank has read its state from /proc."""
-    return not row.is_silent or any(str(row.rank) in other.saw for other in rows)
+    return not row.is_silent or bool(_seen(row, rows))
+
+
+def _seen(row: Row, rows: Collection[Row]) -> Mapping[str, Any]:
+    """State of a silent rank as a rank of its host has read it from /proc; {}: none has."""
+    return next((other.saw[str(row.rank)] for other in rows if str(row.rank) in other.saw), {})
 
 
 def located(row: Row, rows: Collection[Row]) -> Row:
     """Row of a silent rank, with step and phase as read by ranks of its host or inferred from the other ranks."""
-    reports = [reporter.saw[str(row.rank)] for reporter in rows if str(row.rank) in reporter.saw]
-    seen: dict[str, Any] = dict(reports[0]) if reports else {}
-    step = max([row.step, *(other.step for other in rows if other.phase == "reduce" and not other.is_silent)])
+    seen = _seen(row, rows)
+    reducing = [other.step for other in rows if other.phase == "reduce" and not other.is_silent]
+    step = max([row.step, *reducing])
     return dataclasses.replace(row, step=seen.get("step", step), phase=seen.get("phase", row.phase))
 
 
@@ -190,12 +206,11 @@ def sentence(row: Row, rows: Collection[Row]) -> str:
         return f"rank {row.rank} on {row.host} has left training after step {row.step}"
     at = located(row, rows) if row.is_silent else row
     phase = {"step": "input, compute or reduce"}.get(at.phase, at.phase)
-    idle_s = row.idle_s + row.silent_s
-    text = f"rank {row.rank} on {row.host} has made no progress for {idle_s:.0f} s: at step {at.step}"
+    text = f"rank {row.rank} on {row.host} has made no progress for {row.stuck_s:.0f} s: at step {at.step}"
     if not row.is_silent:
         return f"{text}, in {phase}"
-    seen = next((other.saw[str(row.rank)] for other in rows if str(row.rank) in other.saw), None)
-    if seen is None:
+    seen = _seen(row, rows)
+    if not seen:
         return (
             f"{text}, last heartbeat in {phase} of step {row.step}: its host or the network to it may be down, or its"
             f" process stopped"
@@ -301,8 +316,10 @@ class RunStalls:
             return ""
         blocking = blocking_ranks(rows)
         waiting_ranks = waiting(rows, blocking)
+        if not waiting_ranks:
+            return ""
         is_known = all(is_located(row, rows) for row in blocking)
-        if not waiting_ranks or not (is_known or late_s > STACKS_TIMEOUT_S):
+        if not is_known and late_s <= STACKS_TIMEOUT_S:
             return ""
         self.has_warned = True
         return "; ".join(sentence(row, rows) for row in blocking[:3]) + waiting_ranks

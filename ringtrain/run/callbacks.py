@@ -32,7 +32,11 @@ class Callbacks:
         self.stop = stopping.StopTogether(run)
         self.plateau = stopping.Plateau(run, self.stop)
         self.saver = saver.Saver(
-            run, self.plateau.values, lambda: self.stop.save_is_due, faults.while_saving, lambda: self.stop.is_ended
+            run,
+            monitored=self.plateau.values,
+            is_due=lambda: self.stop.save_is_due,
+            while_saving=faults.while_saving,
+            is_ended=lambda: self.stop.is_ended,
         )
         wanted = run.config if run.rank == 0 else Config()
         self.trackers = hvd.run_together(lambda: trackers.Trackers(wanted, dataclasses.asdict(run.numbers), run.folder))

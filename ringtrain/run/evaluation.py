@@ -32,40 +32,44 @@ class Evaluation(keras.callbacks.Callback):
     def __init__(self, run: RunContext) -> None:
         super().__init__()
         self.run, self.test = run, run.data_set.test
-        batch_size = run.validation.batch_size
         self.num_shards = run.config.train.virtual_ranks or run.size
         self.own = range(*data.part_of(self.num_shards, run.rank, run.size))
         """numbers of this rank's shards: one, or one per virtual rank"""
-        num_test, rows = run.numbers.num_test, batch_size or run.numbers.batch_size
-        self.shards = [data.evaluation_shard(num_test, number, self.num_shards, batch_size or 1) for number in self.own]
-        self.batches = [data.evaluation_batches(self.test, shard, rows) for shard in self.shards if num_test]
+        num_test, whole_batch = run.numbers.num_test, run.validation.batch_size or 1
+        self.shards = [data.evaluation_shard(num_test, number, self.num_shards, whole_batch) for number in self.own]
+        self.batches: list[Any] = []
+        if num_test:
+            rows = run.validation.batch_size or run.numbers.batch_size
+            self.batches = [data.evaluation_batches(self.test, shard, rows) for shard in self.shards]
         self.seconds = 0.0
         self.logs: dict[str, Any] = {}
         """of the last complete epoch"""
         self._left_out: set[str] = set()
         """names of logs that are no metrics and differ in shape between ranks"""
         self.of_rank: list[NDArray[Any]] = []
+        """state of this rank's metrics at the last sum over the ranks"""
         self.of_all: list[NDArray[Any]] = []
-        """state of this rank's metrics at the last sum over the ranks, and that sum"""
+        """that sum"""
         self.results: dict[str, Any] = {}
         """of this rank's metrics at the last sum"""
         self.evaluated_logs: dict[str, Any] | None = None
         """of this rank's last evaluation; None: it had no samples"""
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Gives metrics whose `reset_state` does nothing this rank's own state, or the ranks' sum would count again."""
-        variables = self.model.metrics_variables
-        kept = {id(variable): state for variable, *state in zip(variables, self.of_rank, self.of_all, strict=False)}
+        """Sets metrics that `reset_state` leaves alone back to this rank's own state, or the sum would count again."""
+        keys = [id(variable) for variable in self.model.metrics_variables]
+        of_rank = dict(zip(keys, self.of_rank, strict=False))
+        of_all = dict(zip(keys, self.of_all, strict=False))
         self.of_rank, self.of_all = [], []
         if hvd.is_shared(self.model):
             return  # each rank has the state of all, and adds to it what all have trained
         for metric in _single_metrics(self.model.metrics):
-            states = [(variable, *kept[id(variable)]) for variable in metric.variables if id(variable) in kept]
-            if not any(np.any(of_all) for _, _, of_all in states):
+            variables = {id(variable): variable for variable in metric.variables if id(variable) in of_all}
+            if not any(np.any(of_all[key]) for key in variables):
                 continue  # a reset gives zeros, too
-            if all(np.array_equal(keras.ops.convert_to_numpy(variable), of_all) for variable, _, of_all in states):
-                for variable, of_rank, _ in states:
-                    variable.assign(of_rank)
+            if all(np.array_equal(keras.ops.convert_to_numpy(variables[key]), of_all[key]) for key in variables):
+                for key, variable in variables.items():
+                    variable.assign(of_rank[key])
 
     def summed(self, num_samples: int, values: Sequence[NDArray[Any]] | None = None) -> dict[str, Any]:
         """`over_all_ranks`; keeps what this rank had, for the next epoch. Collective."""
@@ -92,7 +96,7 @@ class Evaluation(keras.callbacks.Callback):
         hvd.end_round(self.model)
         hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
         logs = self.logs = {} if logs is None else logs
-        metrics = self.summed(1)
+        metrics = self.summed(num_samples=1)  # not 0, as ranks have trained
         self.set_metrics(logs, metrics, (self.run.clock.results, self.results))
         if not self.run.numbers.num_test or not self.run.validation.is_due(epoch):
             return
@@ -123,7 +127,7 @@ class Evaluation(keras.callbacks.Callback):
 
         Args:
             metrics: Of all ranks.
-            results: Those of this rank's metrics that the logs may have.
+            results: Of this rank's metrics, to be compared with logs: after its first step since a resume, and now.
         """
         metric_of: dict[str, str] = {}
         for of_rank in results:
@@ -311,9 +315,9 @@ def metrics_behind(logs: Mapping[str, Any], results: Mapping[str, Any]) -> dict[
         return {name: name for name in logs}
     metric_of = {}
     for name, value in logs.items():
-        for metric in sorted(results, key=lambda metric: metric != name):  # the one of this name first
-            if name not in metric_of and _is_equal(value, results[metric]):
-                metric_of[name] = metric
+        equal = [metric for metric, result in results.items() if _is_equal(value, result)]
+        if equal:
+            metric_of[name] = name if name in equal else equal[0]
     return metric_of
 
 

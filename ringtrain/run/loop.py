@@ -76,7 +76,7 @@ class Training:
             self.callbacks.on_epoch_begin(epoch)
             self.step_logs = {} if steps else clock.step_logs
             yield epoch, steps
-            # Metrics are sums: those of the epoch's steps before a resume are added.
+            # Sums of the epoch's steps before a resume: `Clock` adds them after the next step; here, if there was none.
             clock.add_saved_metrics()
             logs = _end_epoch(run, self.callbacks, epoch, self.step_logs)
 

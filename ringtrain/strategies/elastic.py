@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from ringtrain import data, hvd
-from ringtrain.compressions import kind_of
+from ringtrain.compressions import COMPRESSIONS, kind_of
 from ringtrain.config import Config
 from ringtrain.errors import ConfigError
 from ringtrain.hvd import train_step
@@ -80,8 +80,9 @@ class Elastic(Ring):
         if config.optimizer.sharded:
             raise ConfigError("optimizer.sharded: a rank that is lost would take its slots along: leave it out")
         if config.hvd.local_steps > 1 or kind_of(config.hvd.compression).keeps_errors:
+            keeping = " or ".join(name for name, kind in COMPRESSIONS.items() if kind.keeps_errors)
             raise ConfigError(
-                "hvd.local_steps and hvd.compression powersgd: a rank that is lost would take what it has not sent"
+                f"hvd.local_steps and hvd.compression {keeping}: a rank that is lost would take what it has not sent"
                 " along: leave them out"
             )
         if config.tracking.timeline_steps:

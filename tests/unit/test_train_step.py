@@ -72,7 +72,7 @@ def test_a_step_that_a_callback_sets_later_is_kept_with_what_it_calls() -> None:
     train_step.wrap(model, "timing", noting(seen, "timing"))
     inner = model.train_step
     vars(model)["train_step"] = lambda batch: (seen.append("own"), inner(batch))
-    assert train_step.has_own_step(model)
+    assert train_step.is_set_on_object(model)
     train_step.wrap(model, "ranks", noting(seen, "ranks"))
     model.train_step(None)
     assert seen == ["ranks", "own", "timing", "first"]

@@ -233,7 +233,7 @@ def parameter_servers(profile: Profile, cluster: Cluster, setting: Setting, num_
         raise ConfigError(f"got {num_servers} parameter servers, expected 1 or more")
     ranks, crowding = setting.num_ranks, cluster.crowding(setting.num_ranks)
     if setting.local_steps > 1 or not kind_of(setting.compression).is_cast:
-        raise ConfigError("servers: they know neither local steps nor bf16 nor powersgd: leave one out")
+        raise ConfigError("servers: of compressions they know fp16 alone, and no local steps: leave the others out")
     hosts, share = cluster.num_hosts(ranks), reduced_bytes([(1,)], setting.compression) / 4
     step_s = crowding * profile.compute_s
     compute_s = step_s * setting.accumulation_steps

@@ -61,13 +61,13 @@ def main(options: Options) -> int:
 
 def _report(options: Options, paths: Sequence[Path], of_url: bool) -> None:
     """Prints or writes a report; of a URL's runs in the current folder, unless --out names another file."""
-    folders = [path for path in paths if path.is_dir() or path.suffix != ".json"]
-    read = [run_folder.read(folder) for folder in folders]
-    measurements = [benches.read(path) for path in paths if path not in folders]
-    names = names_of(read)
+    files = [path for path in paths if path.suffix == ".json" and not path.is_dir()]
+    found = [run_folder.read(path) for path in paths if path not in files]
+    measurements = [benches.read(file) for file in files]
+    names = names_of(found)
     page: list[Section] = []
-    if read:
-        page += sections(read, options.price)
+    if found:
+        page += sections(found, options.price)
     if measurements:
         names.append("measurements")
         page += measurements
@@ -75,19 +75,19 @@ def _report(options: Options, paths: Sequence[Path], of_url: bool) -> None:
 
     if options.markdown:
         print(journal.printable(html.markdown(title, page)), end="")
-        if not options.out:
-            return
+        if options.out:
+            _write(Path(options.out), title, page)
+        return
     if options.out:
         out = Path(options.out)
     elif of_url:
         out = Path(PAGE)
-    elif read:
-        out = read[0].folder / PAGE
+    elif found:
+        out = found[0].folder / PAGE
     else:
         out = paths[0].parent / PAGE
     _write(out, title, page)
-    if not options.markdown:
-        print(journal.printable(str(out)))
+    print(journal.printable(str(out)))
 
 
 def write_page(folder: Path) -> None:
@@ -202,15 +202,13 @@ def _saves(run: Run) -> str:
 
 
 def _state(run: Run) -> str:
-    state = ""
-    if run.verdict:
-        state = run.verdict[0]
-    elif not run.summary:
-        state = "no summary"
+    words = run.verdict[:1]
+    if not run.verdict and not run.summary:
+        words = ["no summary"]
     by = run.summary.get("stopped_by")
     if by:
-        state += f", stopped by {by}"
-    return state
+        words.append(f"stopped by {by}")
+    return ", ".join(words)
 
 
 def _steps(run: Run) -> str:
@@ -313,16 +311,16 @@ def _chosen_options(run: Run) -> list[html.Part]:
 
 def _versions(named: Mapping[str, Run]) -> Table:
     """Package versions, git revision, hosts and start time of the runs."""
-    runs = named.values()
-    versions = [_packages(run) for run in runs]
+    of_runs = named.values()
+    versions = [_packages(run) for run in of_runs]
     packages: dict[str, None] = {}
     for installed in versions:
         packages |= dict.fromkeys(installed)
     rows = [[package, *(str(installed.get(package, "")) for installed in versions)] for package in packages]
     others = [
-        ["git revision", *(str(run.summary.get("git_revision") or "") for run in runs)],
-        ["hosts", *map(_hosts, runs)],
-        ["begun", *map(_begun, runs)],
+        ["git revision", *(str(run.summary.get("git_revision") or "") for run in of_runs)],
+        ["hosts", *map(_hosts, of_runs)],
+        ["begun", *map(_begun, of_runs)],
     ]
     rows += [row for row in others if any(row[1:])]
     return Table(["", *named], rows)
