@@ -125,11 +125,15 @@ class Run(launched.Run):
     # ---- what must hold while it runs --------------------------------------------------------------------------------
 
     def on_member(self, member: Member) -> None:
-        """A rank starts, not on a host that is left."""
+        """A rank starts, not on a host that is left, nor in the slot of one that still runs."""
         self.had_ranks.add(member.machine.name)
         noticed_s = self.noticed_s.get(member.machine.name, float("inf"))
         if self.world.now_s > noticed_s + 5.0:
             self.violated(f"a rank starts on {member.machine.name}, which is taken away soon")
+        for other in self.cluster.members.values():
+            is_of_slot = other.machine is member.machine and other.slot == member.slot and other is not member
+            if is_of_slot and other.is_alive and other.job.id == member.job.id:
+                self.violated(f"a rank starts in slot {member.slot} of {member.machine.name}, where another one runs")
 
     def on_init(self, member: Member) -> None:
         if not self.options.min_np <= member.size <= self.highest:
@@ -282,7 +286,7 @@ class Run(launched.Run):
         if summary and self.code == 0:
             self._check_rows(summary)
         kinds = [kind for _, kind in self.faults]
-        is_one = len(kinds) == 1 and kinds[0].startswith("killed in") and "results" not in kinds[0]
+        is_one = len(kinds) == 1 and kinds[0].startswith("killed in") and not summary  # else all were about to exit
         are_enough = sum(machine.slots for machine in self.all_machines()) > max(1, self.options.min_np)
         if is_one and are_enough and self.begun_s < self.faults[0][0] and self.code and not self.received:
             self.violated(f"exits with {self.code}, since one rank was {kinds[0]}")
