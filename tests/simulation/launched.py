@@ -695,6 +695,7 @@ def of_production(run: Run) -> Iterator[None]:
     def and_record(supervised: Any, planner: Any) -> JobResult:
         num_attempts, run.attempt_s = len(cluster.attempts), world.now_s
         if isinstance(supervised, standby.WaitingRanks):
+            run.attempt_s -= standby.OPEN_S  # its hosts open their gates from then on
             run.begun = supervised
             supervised._process.begins()
             world.at(world.now_s + SLACK_S, partial(run.check_begun, supervised._process))
