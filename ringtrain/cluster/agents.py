@@ -50,7 +50,7 @@ class HostAgent:
     closed: bool = False
     """has exited, and its output is read"""
     is_second: bool = False
-    """only cleans up at the end of the job, where the first agent was killed"""
+    """only cleans up, where the first agent was killed or lost"""
     started_s: float = 0.0
     """time.monotonic() at the start of its process"""
     first_s: float = 0.0
@@ -185,8 +185,8 @@ class HostAgents:
             raise HostsLost([*lost], listed([*lost.values()]))
         self._refuse_other_versions()
 
-    def start(self, host: str, is_checked: bool) -> HostAgent:
-        """Starts the agent of a host. is_checked: It must have the ranks' program."""
+    def start(self, host: str, is_checked: bool, is_asked: bool = True) -> HostAgent:
+        """Starts the agent of a host. is_checked: It must have the ranks' program. is_asked: For notices."""
         environ, job = self.job.environment, self.job
         command = job.command if is_checked else ()
         argv = host_agent.argv(
@@ -198,7 +198,7 @@ class HostAgents:
             environ.get("PYTHONPATH", ""),
             timeout_s=self.answer_timeout_s,
             port=job.ssh_port,
-            notice=job.preempt_notice,
+            notice=job.preempt_notice if is_asked else "",
         )
         pipe = subprocess.PIPE
         try:
@@ -212,12 +212,16 @@ class HostAgents:
         return self.members[-1]
 
     def drop(self, agent: HostAgent) -> None:
-        """Ends an agent's process, which then cleans up on its host."""
+        """Ends an agent's process, which then cleans up on its host.
+
+        That of a second agent which is still connecting ends by itself: nothing else would clean up.
+        """
         self.members.remove(agent)
         if agent.was_killed:
             self.not_cleaned_up.append(agent.host)
-        agent.process.kill()
-        agent.process.wait()
+        if not agent.is_second:
+            agent.process.kill()
+            agent.process.wait()
         with contextlib.suppress(OSError, ValueError, KeyError):
             self.selector.unregister(agent.process.stdout)  # type: ignore[arg-type]
         for pipe in filter(None, (agent.process.stdin, agent.process.stdout)):
@@ -236,7 +240,7 @@ class HostAgents:
         present = {agent.host for agent in self.members}
         for host in dict.fromkeys(self.not_cleaned_up):
             if host not in present:
-                self._start_second(host)
+                self.start_second(host)
         self.not_cleaned_up.clear()
         self._end_order = "end starting" if is_starting else "end"
         self.send(self._end_order)
@@ -248,12 +252,13 @@ class HostAgents:
                 agent.process.wait(EXIT_S)  # its output ends a moment before
             if agent.was_killed and not agent.is_second:
                 self.drop(agent)
+                self.start_second(agent.host).send(self._end_order)
                 self.not_cleaned_up.remove(agent.host)
-                self._start_second(agent.host).send(self._end_order)
 
-    def _start_second(self, host: str) -> HostAgent:
-        second = self.start(host, is_checked=False)
-        second.ready = second.is_second = True
+    def start_second(self, host: str) -> HostAgent:
+        """Starts an agent that waits for an order to clean up; where the first was killed, its host counts as ready."""
+        second = self.start(host, is_checked=False, is_asked=False)
+        second.is_second, second.ready = True, host in self.not_cleaned_up
         return second
 
     def why_lost(self, agent: HostAgent) -> str:

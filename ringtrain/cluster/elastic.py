@@ -65,6 +65,11 @@ class ElasticHost:
     is_leaving: bool = False
     """it is taken away soon: Horovod is not shown it, and its agent stays to clean up"""
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether its agent is not ready yet."""
+        return self.agent is not None and not self.agent.ready and not self.agent.is_second
+
 
 class ElasticSupervisor(Supervisor):
     """Supervisor of a job under elastic horovodrun, which starts once `first_ranks` slots are available."""
@@ -112,10 +117,11 @@ class ElasticSupervisor(Supervisor):
         deadline = time.monotonic() + self.options.start_timeout
         while True:
             self._poll_unless_stopped()
+            self._take_notices()
             self._check_agents()
             self._add_hosts()
             present = self._present()
-            is_pending = self._listed is None or any(host.agent and not host.agent.ready for host in present)
+            is_pending = self._listed is None or any(host.is_pending for host in present)
             is_enough = sum(host.host.slots for host in present if host.published_s) >= self.first_ranks
             if is_enough and not is_pending:
                 return
@@ -139,10 +145,16 @@ class ElasticSupervisor(Supervisor):
             host = self.hosts.setdefault(listed.name, ElasticHost(listed))
             host.host = listed
             if host.agent is None and now >= host.ask_again_s:
+                if listed.name in self.agents.not_cleaned_up:
+                    host.agent = self._clean_up(listed.name)
+                    continue
                 here = self.agents.members[0] if listed.name in self.here else None
                 host.agent = here or self.agents.start(listed.name, is_checked=True)
         for host in self._present():
-            if host.agent and host.agent.ready and not host.published_s and self._has_same_version(host, host.agent):
+            agent, is_known = host.agent, host.published_s or host.is_leaving
+            if not agent or agent.is_second or is_known or not agent.ready:
+                continue
+            if self._has_same_version(host, agent):
                 host.published_s = now
         self._publish(now)
 
@@ -192,16 +204,35 @@ class ElasticSupervisor(Supervisor):
             if not agent.host:
                 raise HostsLost([""], f"lost the host agent of this host while the job ran: {why}")
             self.agents.drop(agent)
-            host = self.hosts[agent.host]
+            host, now = self.hosts[agent.host], time.monotonic()
+            if agent.is_second:
+                self._take_clean_up(host, agent)
+                continue
             if not agent.ready and not host.ask_again_s:
                 say(f"{why}; excluded until it does")
             wait_s = LEASE_S + AGAIN_S if agent.ready else AGAIN_S  # the lost agent may still be cleaning up
-            host.agent, host.published_s, host.ask_again_s = None, 0.0, time.monotonic() + wait_s
+            host.agent, host.published_s, host.ask_again_s = None, 0.0, now + (0.0 if agent.was_killed else wait_s)
             host.is_leaving = False  # a machine that comes back under its name is another one
             if agent.ready and self._process:
                 say(f"lost {agent.host}: {why}; continues without")
-                self._publish(time.monotonic())
+                self._publish(now)
                 self._end_ssh_to(agent.host)
+                # Ranks run on where an agent was killed, or have started on a host that has booted again.
+                host.agent = self._clean_up(agent.host)
+
+    def _clean_up(self, name: str) -> HostAgent:
+        """Starts an agent that cleans up on a host whose first one was lost."""
+        second = self.agents.start_second(name)
+        second.send("end")
+        return second
+
+    def _take_clean_up(self, host: ElasticHost, second: HostAgent) -> None:
+        """Lets a host be used again once no rank is left there."""
+        host.agent = None
+        if not second.cleaned_up:
+            host.ask_again_s = max(host.ask_again_s, time.monotonic() + AGAIN_S)
+        elif second.host in self.agents.not_cleaned_up:
+            self.agents.not_cleaned_up = [name for name in self.agents.not_cleaned_up if name != second.host]
 
     def _end_ssh_to(self, host: str) -> None:
         """Kills horovodrun's own ssh to a lost host, which would wait for it for a long time."""
@@ -215,12 +246,13 @@ class ElasticSupervisor(Supervisor):
                 continue  # the process has exited, or is another user's
 
     def _take_notice(self, host: str) -> None:
-        """Goes on without a host that is taken away soon, unless it is this one or too few slots are left."""
+        """Continues without a host that is taken away soon, unless it is this one or too few slots are left."""
         leaving = self.hosts.get(host)
         left = [one for one in self._present() if one.published_s and not one.is_leaving and one is not leaving]
         num_left = sum(one.host.slots for one in left)
         num_needed = self.options.min_np if self.reports.ranks else self.first_ranks
-        if not leaving or host in self.here or num_left < num_needed:
+        is_used = leaving is not None and leaving.published_s > 0
+        if not leaving or host in self.here or (is_used and num_left < num_needed):
             super()._take_notice(host)
             return
         leaving.is_leaving = True

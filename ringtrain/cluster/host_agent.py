@@ -191,6 +191,7 @@ echo "{SAYS}networks$(networks)"
 set -- ${{SSH_CONNECTION:-}}
 case ${{3:-}} in *[!0-9.]*) set -- ;; esac
 echo "{SAYS}reached ${{3:-}}"
+ask  # before any rank starts here
 echo "{SAYS}ready $(uname -n) $version"
 # Unless all ranks had started, mpirun may start some here until it is killed on its own host.
 least={2 * PATIENCE_S}

@@ -358,7 +358,7 @@ class Supervisor:
     def _poll_unless_stopped(self) -> None:
         self._poll()
         if self._received:
-            self.stopped_by = self._received[0]
+            self.stopped_by, self._was_noticed_only = self._received[0], self._is_notice_due
             raise Stopped(self.stopped_by)
 
     # ---- the end --------------------------------------------------------------------------------------------------

@@ -137,6 +137,8 @@ class Mirror:
             return self._fetch_checkpoint(name, local)
         except DamagedCheckpoint as error:
             self._damaged.add(name)
+            if not self._checkpoints().get(name):  # removed since a later one is complete, maybe by now only
+                self._damaged.clear()
             self._there.pop(checkpoint.step_of(name), None)
             print(f"ringtrain: {self.url}: {error}", file=sys.stderr, flush=True)
             return None

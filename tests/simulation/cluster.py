@@ -294,6 +294,7 @@ class Ssh(Process):
                     "Connection closed by 10.0.0.1 port 22",
                 ]
             )
+        after_s = cluster.connect_s.get(machine.name, after_s)
         cluster.had_trouble_to_connect |= {machine.name} if refusal or after_s > 1.0 else set()
         self._connect(after_s, refusal, began_s + int(timeout_s))
 
@@ -359,6 +360,7 @@ class Ssh(Process):
 
     def _fail(self, why: str) -> None:
         if self.returncode is None:
+            self.cluster.could_not_connect |= set() if self.agent else {self.machine.name}
             self.machine.note(why)
             self.stdout.put(f"{why}\n".encode())
             self.exit(255)
@@ -386,6 +388,7 @@ class Agent:
     def _ready(self) -> None:
         if self.is_alive:
             self._say("networks 10.0.0.1/8")
+            self._ask()
             self._say(f"ready {self.machine.name} ")
             self.is_ready = True
             self._next()
@@ -815,7 +818,10 @@ class Cluster:
         """of the ranks of every attempt; 0: drawn for each"""
         self.lost_rate = 0.7
         """how often mpirun notices that it has lost a host"""
+        self.connect_s: dict[str, float] = {}
+        """how long ssh takes to connect to hosts; else it is drawn"""
         self.had_trouble_to_connect: set[str] = set()
+        self.could_not_connect: set[str] = set()
         self.starting_faults: deque[str] = deque()
         self.program = SimpleNamespace(catches=True, ignores=False, save_s=1.0)
         self.output = bytearray()

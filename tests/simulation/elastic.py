@@ -125,11 +125,15 @@ class Run(launched.Run):
     # ---- what must hold while it runs --------------------------------------------------------------------------------
 
     def on_member(self, member: Member) -> None:
-        """A rank starts, not on a host that is left."""
+        """A rank starts, not on a host that is left, nor in the slot of one that still runs."""
         self.had_ranks.add(member.machine.name)
         noticed_s = self.noticed_s.get(member.machine.name, float("inf"))
         if self.world.now_s > noticed_s + 5.0:
             self.violated(f"a rank starts on {member.machine.name}, which is taken away soon")
+        for other in self.cluster.members.values():
+            is_of_slot = other.machine is member.machine and other.slot == member.slot and other is not member
+            if is_of_slot and other.is_alive and other.job.id == member.job.id:
+                self.violated(f"a rank starts in slot {member.slot} of {member.machine.name}, where another one runs")
 
     def on_init(self, member: Member) -> None:
         if not self.options.min_np <= member.size <= self.highest:
@@ -165,8 +169,12 @@ class Run(launched.Run):
         if not found:
             return
         self.noticed_s[found[1]] = self.world.now_s
-        steps_s = 1.4 * self.cluster.step_s * self.cluster.config.elastic.commit_every_steps
-        self.world.at(self.world.now_s + steps_s + LEAVE_S, lambda: self._check_left_host(found[1]))
+        self.world.at(self.world.now_s + self.commit_s + LEAVE_S, lambda: self._check_left_host(found[1]))
+
+    @property
+    def commit_s(self) -> float:
+        """Longest time between two commits."""
+        return 1.4 * self.cluster.step_s * self.cluster.config.elastic.commit_every_steps
 
     def _check_left_host(self, name: str) -> None:
         """Ranks have left a host that is taken away soon, after the next commit."""
@@ -189,8 +197,8 @@ class Run(launched.Run):
             since_s = self.idle_since_s.setdefault(machine.name, now_s)
             if not is_idle:
                 self.idle_since_s[machine.name] = now_s
-            elif now_s > since_s + IDLE_S:
-                self.violated(f"{machine.name} is there for {IDLE_S:.0f} s, and not used")
+            elif now_s > since_s + IDLE_S + self.commit_s:
+                self.violated(f"{machine.name} is there for {now_s - since_s:.0f} s, and not used")
 
     def _kill(self, member: Member, name: str) -> None:
         if member.is_alive:
@@ -282,9 +290,17 @@ class Run(launched.Run):
         if summary and self.code == 0:
             self._check_rows(summary)
         kinds = [kind for _, kind in self.faults]
-        is_one = len(kinds) == 1 and kinds[0].startswith("killed in") and "results" not in kinds[0]
+        is_one = len(kinds) == 1 and kinds[0].startswith("killed in")
+        is_at_end = bool(summary) or any("results" in kind for kind in kinds)
         are_enough = sum(machine.slots for machine in self.all_machines()) > max(1, self.options.min_np)
-        if is_one and are_enough and self.begun_s < self.faults[0][0] and self.code and not self.received:
+        if (
+            is_one
+            and not is_at_end
+            and are_enough
+            and self.begun_s < self.faults[0][0]
+            and self.code
+            and not self.received
+        ):
             self.violated(f"exits with {self.code}, since one rank was {kinds[0]}")
 
     def _check_rows(self, summary: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ class ElasticCluster(Cluster):
 
     def start_member(self, horovodrun: Horovodrun, shell: Shell, index: int, variables: dict[str, str]) -> Member:
         member = Member(horovodrun, shell, index, variables)
-        member.note(f"starts in slot {variables.get('RINGTRAIN_SLOT', '0')}")
+        member.note(f"starts in slot {member.slot}")
         self.run.on_member(member)
         self.world.start(member.process, f"process {member.pid}", lambda: training.main(member))
         return member

@@ -142,7 +142,11 @@ class Run:
         self.world.note("launcher", f"returns {code}")
         self.check_left("at its end")
         self.world.at(self.returned_s + LEFT_S, lambda: self.check_left(f"{LEFT_S:.0f} s after its end"))
-        self.world.at(self.returned_s + LEASE_S + BEAT_S + SWEEP_S + SLACK_S, self.check_leases)
+        lease_s, connect_s = LEASE_S + BEAT_S + SWEEP_S + SLACK_S, self.options.start_timeout + SWEEP_S + SLACK_S
+        self.world.at(self.returned_s + lease_s, lambda: self.check_leases(self.cluster.had_trouble_to_connect))
+        self.world.at(
+            self.returned_s + max(lease_s, connect_s), lambda: self.check_leases(self.cluster.could_not_connect)
+        )
 
     def _then(self) -> None:
         for kind in self.then:
@@ -286,15 +290,18 @@ class Run:
             if left and is_sure:
                 self.violated(f"ranks {left[:5]} are left on {machine.name} {when}")
 
-    def check_leases(self) -> None:
-        """No rank is alive on any host: the others have noticed by themselves."""
+    def check_leases(self, not_connected: set[str]) -> None:
+        """No rank is alive on any host: the others have noticed by themselves.
+
+        not_connected: Hosts that no second agent could reach yet.
+        """
         for machine in self.all_machines():
             # Nothing is left there that could clean up, if no second agent could connect.
             is_abandoned = machine.lost_agent_s < float("inf")
             has_had_time = machine.host.frozen_until_s + LEFT_S < self.world.now_s
             given_up = [waiting._process for waiting in self.standing_by] if is_abandoned else []
             left = [rank.number for rank in machine.ranks if not (rank.is_late or rank.mpirun in given_up)]
-            had_trouble = machine.trouble_s >= self.attempt_s or machine.name in self.cluster.had_trouble_to_connect
+            had_trouble = machine.trouble_s >= self.attempt_s or machine.name in not_connected
             if left and has_had_time and not (is_abandoned and had_trouble):
                 self.violated(f"ranks {left[:5]} are left on {machine.name} after its lease")
 
@@ -688,6 +695,7 @@ def of_production(run: Run) -> Iterator[None]:
     def and_record(supervised: Any, planner: Any) -> JobResult:
         num_attempts, run.attempt_s = len(cluster.attempts), world.now_s
         if isinstance(supervised, standby.WaitingRanks):
+            run.attempt_s -= standby.OPEN_S  # its hosts open their gates from then on
             run.begun = supervised
             supervised._process.begins()
             world.at(world.now_s + SLACK_S, partial(run.check_begun, supervised._process))

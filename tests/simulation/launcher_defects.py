@@ -53,8 +53,9 @@ DEFECTS = {
     "mpirun starts ranks where agents have cleaned up": text(
         Supervisor, "end", (ENDS_MPIRUN, "False"), ("self.agents.end(is_starting)", "self.agents.end()")
     ),
-    "a killed agent is not replaced": text(HostAgents, "end", ("self._start_second(host)", "pass")),
+    "a killed agent is not replaced": text(HostAgents, "end", ("self.start_second(host)", "pass")),
     "an agent killed in the clean-up is not replaced": Defect(HostAgents, "replace_killed", nothing),
+    "a second agent that connects slowly is ended": text(HostAgents, "drop", ("if not agent.is_second:", "if True:")),
     "ranks that stood by run beside the next attempt's": text(Standby, "begin", ("if waiting.was_told:", "if False:")),
     "ranks that stand by are ended after the job": text(
         Standby, "follow", ("supervised.when_stopped = self.give_up", "pass")

@@ -82,6 +82,7 @@ class Machine:
         self.is_dead, self.silent_s = True, min(self.silent_s, self.world.now_s)
         for process in self.processes:
             if not process.is_dead:
+                process.facts["had_files"] = True
                 process.die()
         self.processes.clear()
 
@@ -148,8 +149,8 @@ class OpenFile:
             silent_s = self.shared.world.now_s - machine.silent_s
             if self.shared.kind == NFS4 and silent_s > SERVER_LEASE_S:
                 return False
-            if machine.is_dead:
-                return machine.boot == self.boot
+            if machine.is_dead:  # what was closed before is not held
+                return machine.boot == self.boot and self.is_open and "had_files" in self.process.facts
             if machine.boot != self.boot:
                 return False
         return self.is_open and not self.process.is_dead

@@ -47,6 +47,7 @@ class Member:
         self.world, self.job, self.mpirun = self.machine.world, horovodrun.job, horovodrun
         self.pid = next(self.cluster.numbers)
         self.variables = dict(variables)
+        self.slot = self.variables.get("RINGTRAIN_SLOT", "0")
         self.process = OnMachine(self.machine, f"{self.machine.name}.{self.pid}")
         self.process.facts["member"] = self
         self.boot = self.machine.boot
@@ -203,6 +204,9 @@ class Member:
             raise TimeoutError(f"Wait timeout after {GLOO_TIMEOUT_S:.0f} seconds for key(s) of {scope}")
         found = self.horovodrun.server.cache[scope]
         names = tuple(found[key].decode() for key in wanted)
+        if own not in names:  # another process of its slot, whom the others connect to
+            self.world.sleep(GLOO_TIMEOUT_S)
+            raise TimeoutError("Timed out waiting for the other ranks")
         groups: dict[Any, Group] = self.cluster.groups
         group = groups.setdefault((self.job.id, scope, names), Group(self.cluster, names))
         group.join(self, number)

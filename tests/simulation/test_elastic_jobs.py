@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 
 import pytest
+from simulation.cluster import Machine
 from simulation.elastic import Run, simulate
 from simulation.elastic_defects import DEFECTS, schedules_to_find
 from simulation.elastic_faults import act, disturb, members_of
@@ -24,10 +25,15 @@ FIRST_SEEDS = {
     "local ranks have gaps": 2,
     "a lost host stays listed": 25,
     "a host that is taken away soon stays listed": 5,
+    "a host is used again where ranks are left": 900_041,
 }
 """near one that finds it, for the time that the tests take"""
 COUNT = 2
 """schedules in which a planted defect is found"""
+
+
+def last(run: Run) -> Machine:
+    return [*run.cluster.machines.values()][-1]
 
 
 def check(seed: int, num_hosts: int = 0, directed: Callable[[Run], None] = disturb) -> Run:
@@ -79,13 +85,26 @@ def a_notice_while_ranks_start(run: Run) -> None:
     """A host is taken away soon, before any rank listens: the ranks leave it after their first commit."""
     calm(run, min_np=1)
     run.cluster.load_s = 15.0
-    machine = [*run.cluster.machines.values()][-1]
 
     def notice() -> None:
         run.faults.append((run.world.now_s, "notice"))
-        machine.is_noticed = True
+        last(run).is_noticed = True
 
     run.world.at(2.0, notice)
+
+
+def a_restart_after_a_notice(run: Run) -> None:
+    """A host is taken away soon, and the job restarts: not on that host."""
+    calm(run, min_np=1, max_restarts=1, blacklist_cooldown=(0, 0))
+    run.world.at(8.0, lambda: setattr(last(run), "is_noticed", True))
+    run.world.at(25.0, lambda: act(run, "all killed"))
+
+
+def a_host_boots_while_ranks_start(run: Run) -> None:
+    """A host boots again, and its rank starts before the launcher notices that the agent is gone."""
+    calm(run, min_np=1, start_timeout=30.0)
+    run.faults.append((1.6, "reboot"))
+    run.world.at(1.6, lambda: fail_host(run, last(run), "reboot", 8.0))
 
 
 def kill(run: Run) -> None:
@@ -109,6 +128,12 @@ SCHEDULES = {
         killed_before_the_journals_are_open,
         "a generation is noted before its journal is open",
         29,
+    ),
+    "a restart after a notice": (a_restart_after_a_notice, "agents ask for notices only at heartbeats", 1),
+    "a host boots while ranks start": (
+        a_host_boots_while_ranks_start,
+        "a host that has booted again is not cleaned up",
+        6,
     ),
 }
 

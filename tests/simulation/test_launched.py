@@ -132,8 +132,12 @@ def signal_after_a_notice(run: Run) -> None:
     """Nor is the scheduler's SIGTERM after a notice."""
     calm(run, preempt_notice="test -e /run/leaving")
     run.cluster.program.save_s = 7.5
-    second(run).is_noticed = True
-    when_ranks_run(run, lambda: _when_noticed(run))
+
+    def notice() -> None:
+        second(run).is_noticed = True
+        _when_noticed(run)
+
+    when_ranks_run(run, notice)
 
 
 def _when_noticed(run: Run) -> None:
@@ -157,6 +161,19 @@ def agent_killed_in_the_clean_up(run: Run) -> None:
     second(run).latency_s = run.cluster.slowest_s = 0.8
     when_ranks_run(run, lambda: fail_host(run, run.cluster.machines["host3"], "ssh", 0.0), after_s=6.0)
     once_at_clean_up(run, lambda: fail_host(run, second(run), "agent", 0.0))
+
+
+def agent_killed_where_ssh_is_slow(run: Run) -> None:
+    """An agent is killed, and a second one connects when the launcher has exited: it still cleans up."""
+    calm(run, grace=60.0)
+    run.cluster.program.ignores, run.cluster.program.catches = True, False
+
+    def kill() -> None:
+        run.cluster.connect_s["host2"] = 20.0
+        run.faults.append((run.world.now_s, "agent"))
+        fail_host(run, second(run), "agent", 0.0)
+
+    when_ranks_run(run, kill)
 
 
 def own_agent_killed(run: Run) -> None:
@@ -234,6 +251,10 @@ SCHEDULES: dict[str, tuple[Callable[[Run], None], str]] = {
     "an agent killed in the clean-up": (
         agent_killed_in_the_clean_up,
         "an agent killed in the clean-up is not replaced",
+    ),
+    "an agent killed where ssh is slow": (
+        agent_killed_where_ssh_is_slow,
+        "a second agent that connects slowly is ended",
     ),
     "a gate that some hosts open": (gate_of_some_hosts, "ranks that stood by run beside the next attempt's"),
     "stopped with ranks that stand by": (stopped_with_standby, "ranks that stand by are ended after the job"),

@@ -76,8 +76,10 @@ def test_a_host_agent_says_once_that_its_host_is_taken_away(command: str, said: 
     words = host_agent.argv("", "job", (), Path("/"), os.environ["PATH"], "", timeout_s=5, notice=command)
     env = {"PATH": os.environ["PATH"]}
     ended = subprocess.run(words, env=env, input=b"beat\nbeat\nend\n", stdout=subprocess.PIPE, check=True, timeout=60)
-    lines = [line for line in ended.stdout.decode().splitlines() if "notice" in line]
+    before_ready, _, then = ended.stdout.decode().partition(f"{host_agent.SAYS}ready")
+    lines = [line for line in before_ready.splitlines() if "notice" in line]
     assert lines == ([f"{host_agent.SAYS}{said}"] if said else [])
+    assert "notice" not in then
     process: Any = None
     watch = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun"))
     watch.agents.read(HostAgent("host2", process), ended.stdout)
