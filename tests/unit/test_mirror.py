@@ -184,6 +184,22 @@ def test_a_job_that_has_lost_the_lease_copies_nothing_more(quick, tmp_path):
     assert (tmp_path / "there" / "r" / LEASE).exists()  # the other job's
 
 
+def test_a_job_loses_a_lease_that_another_one_may_have_had_and_given_up(quick, tmp_path):
+    copy = Mirror(str(tmp_path), "r", expires_s=0.5)
+    file, renew = tmp_path / "r" / LEASE, copy.lease._check
+    file.unlink()
+    renew()
+    assert file.exists() and not copy.lease.is_lost  # within the time in which no other job takes it over
+    copy.lease._is_released.set()  # its thread is frozen
+    copy.lease._thread.join(60)
+    time.sleep(0.6)
+    file.unlink()
+    with pytest.raises(RunDirectoryError, match="taken over by another job, which has ended"):
+        copy.lease.confirm()
+    assert not file.exists()
+    copy.close()
+
+
 def test_a_slow_copy_is_completed_although_the_run_removes_the_checkpoint(quick, tmp_path, monkeypatch):
     run, there = tmp_path / "runs" / "r", tmp_path / "there"
     copy = Mirror(str(there), "r")
