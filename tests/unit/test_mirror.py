@@ -248,6 +248,19 @@ def test_a_damaged_local_checkpoint_is_replaced_and_the_best_one_is_kept(quick, 
     assert steps_in(run) == steps_in(there / "r") == names(10, 20, 30, 40)
 
 
+def test_an_upload_may_take_longer_than_other_requests_to_s3():
+    class Store:
+        read_timeout = 15
+
+        def __init__(self, **options):
+            self.storage_options = options
+
+    uploads = mirror._for_uploads(Store(key="a", config_kwargs={"retries": 2}))
+    assert uploads.storage_options == {"key": "a", "config_kwargs": {"retries": 2, "read_timeout": 600}}
+    own = mirror._for_uploads(Store(config_kwargs={"read_timeout": 5}))  # a person's
+    assert own.storage_options["config_kwargs"] == {"read_timeout": 5}
+
+
 def test_a_copy_that_fails_is_said_and_tried_again(quick, tmp_path, capsys, monkeypatch):
     run = saved(tmp_path / "runs" / "r", 10)
     copy = Mirror(str(tmp_path / "there"), "r")
