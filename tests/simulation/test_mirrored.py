@@ -68,8 +68,9 @@ DEFECTS = {
     ),
 }
 FIRST_SEEDS = {
+    "another job's checkpoint of the same step is removed": 1600,
     "what another job has begun is removed": 540,
-    "a job is not asked again after it was frozen while it asked": 1230,
+    "a job is not asked again after it was frozen while it asked": 1600,
     "a lease counts from the answer, not from the question": 2180,
     "a start that is refused because its own write came late": 1080,
 }
