@@ -249,15 +249,17 @@ def allgather_object(
     Raises:
         OutOfSync: On every rank: another rank has called it with another name.
     """
-    if not tf.executing_eagerly() or not WITH_HOROVOD:
+    if not tf.executing_eagerly():
         return horovod.allgather_object(obj, session=session, name=name, process_set=process_set)
-    with tf.device(CPU):
-        pickled = tf.constant(np.frombuffer(cloudpickle.dumps((name, obj)), np.uint8))
-        stream = io.BytesIO(
-            horovod.allgather(pickled, name=name or type(obj).__name__, process_set=process_set).numpy()
-        )
-    parts = [cloudpickle.load(stream) for _ in range(process_set.size())]  # a pickle marks its end
-    # Outside of a graph Horovod pairs calls by their order, whatever their names.
+    if WITH_HOROVOD:
+        with tf.device(CPU):
+            pickled = tf.constant(np.frombuffer(cloudpickle.dumps((name, obj)), np.uint8))
+            gathered = horovod.allgather(pickled, name=name or type(obj).__name__, process_set=process_set)
+        stream = io.BytesIO(gathered.numpy())
+        parts = [cloudpickle.load(stream) for _ in range(process_set.size())]  # a pickle marks its end
+    else:
+        parts = horovod.allgather_object((name, obj))
+    # Outside of a graph calls are paired by their order, whatever their names.
     for rank, (other, _) in zip(process_set.ranks or range(process_set.size()), parts, strict=True):
         if other != parts[0][0]:
             raise OutOfSync(

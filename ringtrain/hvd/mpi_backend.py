@@ -2,7 +2,8 @@
 
 Floating-point sums use the ring of `ring_allreduce.py`, as in Baidu's mpi_collectives for TensorFlow; other reductions
 are MPI's. Calls run one at a time, in program order, which must be the same on every rank. A tf.function keeps that
-order, since NumPy calls are stateful ops. Other functions (join, timelines, ...) raise MissingDependency when called.
+order, since NumPy calls are stateful ops. Gradients are those of Horovod's collectives. Other functions (join,
+timelines, ...) raise MissingDependency when called.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ from ringtrain.protocol import mpi_world
 from ringtrain.protocol.env import ALONE, COLLECTIVES
 
 Average, Sum, Min, Max, Product, Adasum = "Average", "Sum", "Min", "Max", "Product", "Adasum"
+BFLOAT16 = tf.bfloat16.as_numpy_dtype
+
+
+def _missing(name: str) -> MissingDependency:
+    return MissingDependency(f"hvd.{name} needs Horovod: leave it out, or unset {COLLECTIVES}")
 
 
 class NoneCompressor:
@@ -40,6 +46,10 @@ class ProcessSet:
 
     process_set_id = 0
     ranks = None
+
+    def __init__(self, *ranks: Any) -> None:
+        if ranks:
+            raise _missing("ProcessSet")
 
     def size(self) -> int:
         return size()
@@ -146,18 +156,25 @@ def allreduce(
         world = _world()
         if prescale_factor != 1.0:
             values = np.asarray(values * prescale_factor, values.dtype)
-        if op in (Sum, Average) and values.dtype.kind == "f":
+        is_floating = values.dtype.kind == "f" or values.dtype == BFLOAT16
+        if op in (Sum, Average) and is_floating:
             total = ring_allreduce.allreduce(values, world.comm)
         else:
-            total = np.empty_like(values, order="C")
+            # MPI knows no 16-bit numbers.
+            sent_as = np.float32 if is_floating and values.itemsize == 2 else values.dtype
+            sent = np.array(values, sent_as, order="C")
+            total = np.empty_like(sent)
             operation = {Min: "MIN", Max: "MAX", Product: "PROD"}.get(op, "SUM")
-            world.comm.Allreduce(np.array(values, order="C"), total, getattr(world.mpi, operation))
+            world.comm.Allreduce(sent, total, getattr(world.mpi, operation))
         factor = postscale_factor / (world.comm.size if op == Average else 1)
-        if factor == 1.0:
-            return total
-        return np.asarray(total * factor, total.dtype)
+        if factor != 1.0:
+            total = total * factor
+        return np.asarray(total, values.dtype)
 
-    return _by_numpy(reduce, tensor, tensor.shape)
+    def gradient(upstream: Any) -> Any:
+        return allreduce(upstream, op=op, prescale_factor=prescale_factor, postscale_factor=postscale_factor)
+
+    return _by_numpy(reduce, tensor, tensor.shape, gradient)
 
 
 def grouped_allreduce(tensors: Sequence[Any], *args: Any, **options: Any) -> list[Any]:
@@ -167,36 +184,80 @@ def grouped_allreduce(tensors: Sequence[Any], *args: Any, **options: Any) -> lis
 
 def allgather(tensor: Any, name: str | None = None, **options: Any) -> Any:
     shape = tf.TensorShape([None]).concatenate(tensor.shape[1:])
-    return _by_numpy(lambda values: np.concatenate(_world().comm.allgather(values)), tensor, shape)
+
+    def gradient(upstream: Any) -> Any:
+        num_rows = tf.shape(tensor)[:1]
+        return tf.split(allreduce(upstream, op=Average), allgather(num_rows), num=size())[rank()]
+
+    return _by_numpy(lambda values: np.concatenate(_world().comm.allgather(values)), tensor, shape, gradient)
 
 
-def alltoall(tensor: Any, splits: Any, name: str | None = None, **options: Any) -> tuple[Any, Any]:
-    """Sends each rank its part of a vector; returns the received parts and their lengths. Eager mode only."""
-    comm, sent = _world().comm, np.ascontiguousarray(splits, np.int32)
-    lengths = np.empty_like(sent)
-    comm.Alltoall(sent, lengths)
-    received = np.empty(lengths.sum(), tensor.dtype.as_numpy_dtype)
-    comm.Alltoallv([tensor.numpy(), sent], [received, lengths])
-    return tf.constant(received), tf.constant(lengths)
+def alltoall(tensor: Any, splits: Any = None, name: str | None = None, **options: Any) -> Any:
+    """Sends each rank its rows; returns the received rows, and with `splits` also how many are from each rank."""
+    if splits is None:
+        each, left = divmod(int(tensor.shape[0]), size())
+        if left:
+            raise ValueError(f"alltoall: {tensor.shape[0]} rows for {size()} ranks: give splits")
+        received, _ = alltoall(tensor, [each] * size(), name, **options)
+        return received
+
+    def exchange(values: NDArray[Any], sent: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        comm, row = _world().comm, values.shape[1:]
+        row_bytes = int(np.prod(row)) * values.itemsize
+        lengths = np.empty_like(sent)
+        comm.Alltoall(sent, lengths)
+        received = np.empty((lengths.sum(), *row), values.dtype)
+        comm.Alltoallv([_bytes_of(values), sent * row_bytes], [_bytes_of(received), lengths * row_bytes])
+        return received, lengths
+
+    @tf.custom_gradient
+    def run(tensor: Any, splits: Any) -> Any:
+        if tf.executing_eagerly():
+            received, lengths = map(tf.constant, exchange(tensor.numpy(), splits.numpy()))
+        else:
+            received, lengths = tf.numpy_function(exchange, [tensor, splits], [tensor.dtype, tf.int32])
+            received.set_shape([None, *tensor.shape[1:]])
+            lengths.set_shape(splits.shape)
+        return (received, lengths), lambda upstream, _: (alltoall(upstream, lengths)[0], None)
+
+    received, lengths = run(tf.convert_to_tensor(tensor), tf.cast(splits, tf.int32))
+    return received, lengths
+
+
+def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """An array's bytes, without a copy if it is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def broadcast(tensor: Any, root_rank: int, name: str | None = None, **options: Any) -> Any:
 
     def send(values: NDArray[Any]) -> NDArray[Any]:
         array = np.array(values, order="C")
-        _world().comm.Bcast(array.reshape(-1).view(np.uint8), root_rank)
+        _world().comm.Bcast(_bytes_of(array), root_rank)
         return array
 
-    return _by_numpy(send, tensor, tensor.shape)
+    def gradient(upstream: Any) -> Any:
+        mean = allreduce(upstream, op=Average)
+        return mean if rank() == root_rank else tf.zeros_like(mean)
+
+    return _by_numpy(send, tensor, tensor.shape, gradient)
 
 
-def _by_numpy(function: Callable[[NDArray[Any]], NDArray[Any]], tensor: Any, shape: Any) -> Any:
-    tensor = tf.convert_to_tensor(tensor)
-    if tf.executing_eagerly():
-        return tf.constant(function(tensor.numpy()), tensor.dtype)
-    result = tf.numpy_function(function, [tensor], tensor.dtype)
-    result.set_shape(shape)
-    return result
+def _by_numpy(
+    function: Callable[[NDArray[Any]], NDArray[Any]], tensor: Any, shape: Any, gradient: Callable[[Any], Any]
+) -> Any:
+    """Result of a collective, whose gradient is another one."""
+
+    @tf.custom_gradient
+    def run(tensor: Any) -> Any:
+        if tf.executing_eagerly():
+            result = tf.constant(function(tensor.numpy()), tensor.dtype)
+        else:
+            result = tf.numpy_function(function, [tensor], tensor.dtype)
+            result.set_shape(shape)
+        return result, gradient
+
+    return run(tf.convert_to_tensor(tensor))
 
 
 def __getattr__(name: str) -> Any:
@@ -204,6 +265,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
 
     def missing(*args: Any, **kwargs: Any) -> Any:
-        raise MissingDependency(f"hvd.{name} needs Horovod: leave it out, or unset {COLLECTIVES}")
+        raise _missing(name)
 
     return missing

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from ringtrain.hvd.averaging import refuse_bypassing
-from ringtrain.hvd.backend import Adasum, Average, ProcessSet, global_process_set, horovod
+from ringtrain.hvd.backend import WITH_HOROVOD, Adasum, Average, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.collectives import layer_variables, refuse_xla, tensor_of, unique_in_graph
 from ringtrain.hvd.compression import Compression
 from ringtrain.hvd.distributed import distribute
@@ -264,6 +264,8 @@ def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **kwargs: Any
     Arguments are those of `horovod.tensorflow.DistributedGradientTape`. Sparse gradients contain each row once and are
     equal on every rank, bit for bit.
     """
+    if not WITH_HOROVOD:
+        return horovod.DistributedGradientTape(gradtape)  # which says that it needs Horovod
     bound = inspect.signature(horovod.DistributedGradientTape).bind(gradtape, *args, **kwargs)
     bound.apply_defaults()
     groups = bound.arguments["groups"]

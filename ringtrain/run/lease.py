@@ -57,6 +57,7 @@ class Lease:
         on_loss: Callable[[], None] = lambda: None,
     ) -> None:
         self.store, self.file, self.url, self.on_loss = store, f"{path}/{LEASE}", url, on_loss
+        self._expires_s = expires_s
         self._token = uuid.uuid4().hex
         self._earlier = ""
         """token of the holder that was replaced; a write of it that was under way may still arrive"""
@@ -66,7 +67,7 @@ class Lease:
         self._taken_by = ""
         self._is_released = threading.Event()
         self._is_checked = threading.Lock()
-        self._take(same_job, expires_s)
+        self._take(same_job)
         self._thread = threading.Thread(target=self._keep, name="ringtrain-lease", daemon=True)
         self._thread.start()
 
@@ -117,8 +118,9 @@ class Lease:
         self._is_released.set()
         self.on_loss()
 
-    def _take(self, same_job: bool, expires_s: float) -> None:
+    def _take(self, same_job: bool) -> None:
         """Writes the lease, at once or when its holder has not renewed it for a while."""
+        expires_s = self._expires_s
         # Read first: a store without conditional writes would overwrite it.
         if not self._read() and self._created() and not self._others():
             return
@@ -186,7 +188,10 @@ class Lease:
 
         def renew() -> None:
             read_s, text = time.monotonic(), self._read()
-            if text and _token(text) not in (self._token, self._earlier):
+            if not text and time.monotonic() > self._confirmed_s + self._expires_s:
+                self._taken_by = "another job, which has ended"  # or which may have had it, and gave it up
+                self.on_loss()
+            elif text and _token(text) not in (self._token, self._earlier):
                 self._taken_by = _holder(text)
                 self.on_loss()
             elif time.monotonic() < read_s + RENEWED_S:  # else it was frozen, and another job may have it by now

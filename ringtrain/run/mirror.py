@@ -32,6 +32,8 @@ OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
 """protocols of stores without folders, where making one might make a bucket"""
 NOT_COPIED = (LOCK, "tensorboard", "checkpoints", "wandb", "saved_model")
 """names in the run folder that are not copied as they are; checkpoints go by themselves"""
+UPLOAD_TIMEOUT_S = 600
+"""of one request that writes a file"""
 
 _open: list[Mirror] = []
 """mirrors of this process that are not closed"""
@@ -59,6 +61,7 @@ class Mirror:
         for other in [mirror for mirror in _open if mirror.url == self.url]:
             other.close()  # of a run of this process that has failed
         self.store, self.path = store_of(self.url)
+        self._uploads = _for_uploads(self.store)
         protocols = {self.store.protocol} if isinstance(self.store.protocol, str) else set(self.store.protocol)
         self.has_folders = not protocols & OBJECT_STORES
         self._there: dict[int, str] = {}
@@ -346,7 +349,7 @@ class Mirror:
             self.lease.confirm()
             if self.has_folders:
                 self.store.makedirs(f"{self.path}/{name}".rpartition("/")[0], exist_ok=True)
-            self.store.put_file(str(path), f"{self.path}/{name}")
+            self._uploads.put_file(str(path), f"{self.path}/{name}")
 
         with_retries(put, self.url, f"{self.url}/{name}: cannot be written")
 
@@ -370,6 +373,18 @@ class Mirror:
         with_retries(remove, self.url, f"{self.url}/{folder}: cannot be removed")
         with contextlib.suppress(Exception):  # an empty folder, where there are folders
             self.store.rmdir(f"{self.path}/{folder}")
+
+
+def _for_uploads(store: Any) -> Any:
+    """Same store, with time for large files over a slow link: s3fs gives up a request after 15 s without an answer.
+
+    That time includes the sending of the file. For other requests it stays as it is: a lease must not wait longer.
+    """
+    if not hasattr(store, "read_timeout"):
+        return store
+    options = store.storage_options
+    config = {"read_timeout": UPLOAD_TIMEOUT_S, **(options.get("config_kwargs") or {})}
+    return type(store)(**{**options, "config_kwargs": config})
 
 
 def _files_of(folder: Path) -> Iterator[Path]:

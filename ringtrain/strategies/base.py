@@ -14,6 +14,7 @@ from ringtrain import hvd
 from ringtrain.config import Config
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
+from ringtrain.protocol.env import COLLECTIVES
 from ringtrain.run import devices
 from ringtrain.strategies import STRATEGIES
 
@@ -57,8 +58,9 @@ class Strategy:
         loaded = "Horovod" if hvd.backend.WITH_HOROVOD else "mpi4py"  # which ranks with parameter servers use, too
         if loaded != ("mpi4py" if STRATEGIES[config.strategy.name].collectives else "Horovod"):
             raise ConfigError(
-                f"strategy.name: got {config.strategy.name} in a process whose ranks talk by {loaded}: only"
-                f" ringtrain.train, started by itself, has other strategies than ring"
+                f"strategy.name: got {config.strategy.name} in a process whose ranks talk by {loaded}: set"
+                f" {COLLECTIVES}=mpi4py for mpi-ring, or import no ringtrain.hvd before; only ringtrain.train, started"
+                f" by itself, has the others"
             )
         self.shares_state = self.ranks_change or config.train.virtual_ranks > 0
         self.about: dict[str, Any] = {"ranks_talk_by": loaded}

@@ -69,9 +69,10 @@ DEFECTS = {
     ),
 }
 FIRST_SEEDS = {
+    "another job's checkpoint of the same step is removed": 2700,
     "what another job has begun is removed": 540,
     "what was incomplete counts as damaged for ever": 1_795_870_703_425,
-    "a job is not asked again after it was frozen while it asked": 1230,
+    "a job is not asked again after it was frozen while it asked": 1500,
     "a lease counts from the answer, not from the question": 6700,
     "a start that is refused because its own write came late": 1080,
 }

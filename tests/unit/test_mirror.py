@@ -184,6 +184,22 @@ def test_a_job_that_has_lost_the_lease_copies_nothing_more(quick, tmp_path):
     assert (tmp_path / "there" / "r" / LEASE).exists()  # the other job's
 
 
+def test_a_job_loses_a_lease_that_another_one_may_have_had_and_given_up(quick, tmp_path):
+    copy = Mirror(str(tmp_path), "r", expires_s=0.5)
+    file, renew = tmp_path / "r" / LEASE, copy.lease._check
+    file.unlink()
+    renew()
+    assert file.exists() and not copy.lease.is_lost  # within the time in which no other job takes it over
+    copy.lease._is_released.set()  # its thread is frozen
+    copy.lease._thread.join(60)
+    time.sleep(0.6)
+    file.unlink()
+    with pytest.raises(RunDirectoryError, match="taken over by another job, which has ended"):
+        copy.lease.confirm()
+    assert not file.exists()
+    copy.close()
+
+
 def test_a_slow_copy_is_completed_although_the_run_removes_the_checkpoint(quick, tmp_path, monkeypatch):
     run, there = tmp_path / "runs" / "r", tmp_path / "there"
     copy = Mirror(str(there), "r")
@@ -230,6 +246,19 @@ def test_a_damaged_local_checkpoint_is_replaced_and_the_best_one_is_kept(quick, 
     last.finish(run)
     last.close()
     assert steps_in(run) == steps_in(there / "r") == names(10, 20, 30, 40)
+
+
+def test_an_upload_may_take_longer_than_other_requests_to_s3():
+    class Store:
+        read_timeout = 15
+
+        def __init__(self, **options):
+            self.storage_options = options
+
+    uploads = mirror._for_uploads(Store(key="a", config_kwargs={"retries": 2}))
+    assert uploads.storage_options == {"key": "a", "config_kwargs": {"retries": 2, "read_timeout": 600}}
+    own = mirror._for_uploads(Store(config_kwargs={"read_timeout": 5}))  # a person's
+    assert own.storage_options["config_kwargs"] == {"read_timeout": 5}
 
 
 def test_a_copy_that_fails_is_said_and_tried_again(quick, tmp_path, capsys, monkeypatch):

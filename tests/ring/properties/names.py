@@ -120,6 +120,35 @@ def collectives_work_inside_a_tf_function():
     assert sent.numpy()[0] == 1
 
 
+def collectives_have_gradients_and_take_numbers_of_any_shape():
+    """The same with Horovod and with mpi4py; docs/from-horovod.md has what is special about the gradients."""
+    size, rank = hvd.size(), hvd.rank()
+    value, total = tf.ones((size, 2)) * float(rank), sum(range(1, size + 1))
+    own_root = 1.0 if rank == 1 else 0.0
+    expected = {
+        "sum": (lambda value: hvd.allreduce(value, op=hvd.Sum), np.full((size, 2), total)),
+        "average": (hvd.allreduce, np.full((size, 2), total / size)),
+        "allgather": (hvd.allgather, np.full((size, 2), total / size)),
+        "broadcast": (lambda value: hvd.broadcast(value, 1), np.full((size, 2), own_root * total / size)),
+        "alltoall": (lambda value: hvd.alltoall(value, [1] * size)[0], np.arange(1, size + 1)[:, None] * np.ones(2)),
+    }
+    for name, (collective, gradient) in expected.items():
+
+        def found(collective=collective):
+            with tf.GradientTape() as tape:
+                tape.watch(value)
+                weighted = tf.reduce_sum(collective(value) * (rank + 1.0))
+            return tape.gradient(weighted, value)
+
+        for run in (found, tf.function(found)):
+            np.testing.assert_allclose(run().numpy(), gradient, rtol=1e-6, err_msg=name)
+    received = hvd.alltoall(value, [1] * size)[0].numpy()
+    np.testing.assert_array_equal(received, np.arange(size)[:, None] * np.ones(2))
+    for dtype in ("float16", "float32", "float64", "int32"):
+        assert hvd.allreduce(tf.constant(rank + 1, dtype), op=hvd.Sum).numpy() == total, dtype
+        assert hvd.allreduce(tf.constant([rank + 1], dtype), op=hvd.Max).numpy().tolist() == [size], dtype
+
+
 def tape_reduces_for_keras_variables():
     model, reference = small.build(), small.build()
     (x, y), (all_x, all_y) = small.shares(1)[0], small.global_batches(1)[0]
