@@ -20,16 +20,21 @@ def allreduce(values: NDArray[Any], comm: Any) -> NDArray[Any]:
     rank, size = comm.Get_rank(), comm.Get_size()
     left, right = (rank - 1) % size, (rank + 1) % size
     total = np.array(values, order="C")  # also of one number
-    chunks = np.array_split(total.reshape(-1), size)  # views, sent as bytes: MPI knows no 16-bit numbers
+    chunks = np.array_split(total.reshape(-1), size)  # views
     received = np.empty_like(chunks[0])  # the longest chunk
     # Reduce-scatter: after N - 1 messages, this rank has the complete sum of chunk rank + 1.
     for step in range(size - 1):
         outgoing, incoming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
         message = received[: len(incoming)]
-        comm.Sendrecv(outgoing.view(np.uint8), right, recvbuf=message.view(np.uint8), source=left)
+        comm.Sendrecv(_sendable(outgoing), right, recvbuf=_sendable(message), source=left)
         incoming += message
     # All-gather: the sums pass around the ring once more.
     for step in range(size - 1):
         outgoing, incoming = chunks[(rank - step + 1) % size], chunks[(rank - step) % size]
-        comm.Sendrecv(outgoing.view(np.uint8), right, recvbuf=incoming.view(np.uint8), source=left)
+        comm.Sendrecv(_sendable(outgoing), right, recvbuf=_sendable(incoming), source=left)
     return total
+
+
+def _sendable(chunk: NDArray[Any]) -> NDArray[Any]:
+    """View of 16-bit numbers as bytes: MPI does not know them."""
+    return chunk.view(np.uint8) if chunk.itemsize == 2 else chunk

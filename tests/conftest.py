@@ -28,7 +28,7 @@ FOLDERS = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sample", action="store_true", help="of the slow tests a quarter, others on each of four days")
+    parser.addoption("--sample", action="store_true", help="of the slow tests a third, others on each of three days")
 
 
 def pytest_report_header() -> str:
@@ -74,8 +74,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks each test by its folder; outside of unit/ a test without the mark `quick` is slow.
 
-    With --sample three quarters of the slow tests are left for the next three days; test_job and test_property choose
-    their own cases.
+    With --sample two thirds of the slow tests are left for the next two days; test_job and test_property choose their
+    own cases.
     """
     left = []
     for item in items:
@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if FOLDERS[folder] != "unit" and not item.get_closest_marker("quick"):
             item.add_marker("slow")
         chooses = getattr(item, "originalname", "") in ("test_job", "test_property")
-        if item.get_closest_marker("slow") and not chooses and not sample.is_due(item.nodeid, one_in=4):
+        if item.get_closest_marker("slow") and not chooses and not sample.is_due(item.nodeid, one_in=3):
             left.append(item)
     if left and config.getoption("sample"):
         config.hook.pytest_deselected(items=left)

@@ -117,8 +117,8 @@ class ElasticSupervisor(Supervisor):
         deadline = time.monotonic() + self.options.start_timeout
         while True:
             self._poll_unless_stopped()
-            self._take_notices()
             self._check_agents()
+            self._take_notices()
             self._add_hosts()
             present = self._present()
             is_pending = self._listed is None or any(host.is_pending for host in present)

@@ -197,7 +197,7 @@ def allreduce(
             "horovod.tensorflow.keras, and not average, as in horovod.tensorflow: write op=hvd.Sum or op=hvd.Average"
         )
     if op == Adasum:
-        _refuse_adasum(process_set.size())
+        _check_adasum(process_set)
     PROCESS.has_allreduced = True
     device_dense = device_dense or device_of(value)
     with tf.device(device_dense):
@@ -217,15 +217,18 @@ def allreduce(
     )
 
 
-def _refuse_adasum(size: int) -> None:
+def _check_adasum(process_set: ProcessSet) -> None:
     """Raises NotImplementedError for a number of ranks with which Horovod's Adasum on CPUs makes MPI abort."""
-    if size & (size - 1) and not horovod.nccl_built():
+    size = process_set.size()
+    if WITH_HOROVOD and size & (size - 1) and not horovod.nccl_built():
         raise NotImplementedError(f"hvd.allreduce: Adasum needs a number of ranks that is a power of two, not {size}")
 
 
 def grouped_allreduce(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
     """Reduces several dense tensors as one unit; other arguments as in `horovod.tensorflow.grouped_allreduce`."""
     PROCESS.has_allreduced = True
+    if kwargs.get("op") == Adasum:
+        _check_adasum(kwargs.get("process_set", global_process_set))
     return horovod.grouped_allreduce([_sent(value) for value in tensors], *args, **kwargs)
 
 
@@ -312,6 +315,8 @@ def reducescatter(value: Any, name: str | None = None, op: Any = Average, **kwar
 
 def alltoall(value: Any, splits: Any = None, name: str | None = None, **kwargs: Any) -> Any:
     """Sends slice i of the first dimension to rank i; arguments as in `horovod.tensorflow.alltoall`."""
+    if tf.is_tensor(splits):
+        splits = _sent(splits)
     return horovod.alltoall(_sent(value), splits=splits, name=name, **kwargs)
 
 

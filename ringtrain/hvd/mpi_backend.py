@@ -195,19 +195,23 @@ def allgather(tensor: Any, name: str | None = None, **options: Any) -> Any:
 def alltoall(tensor: Any, splits: Any = None, name: str | None = None, **options: Any) -> Any:
     """Sends each rank its rows; returns the received rows, and with `splits` also how many are from each rank."""
     if splits is None:
-        each, left = divmod(int(tensor.shape[0]), size())
-        if left:
+        each, left = divmod(tensor.shape[0] or 0, size())
+        if left or tensor.shape[0] is None:
             raise ValueError(f"alltoall: {tensor.shape[0]} rows for {size()} ranks: give splits")
         received, _ = alltoall(tensor, [each] * size(), name, **options)
         return received
 
     def exchange(values: NDArray[Any], sent: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        comm, row = _world().comm, values.shape[1:]
-        row_bytes = int(np.prod(row)) * values.itemsize
+        world, row = _world(), values.shape[1:]
+        if sent.sum() != len(values):
+            raise ValueError(f"alltoall: splits add up to {sent.sum()}, and there are {len(values)} rows")
         lengths = np.empty_like(sent)
-        comm.Alltoall(sent, lengths)
+        world.comm.Alltoall(sent, lengths)
         received = np.empty((lengths.sum(), *row), values.dtype)
-        comm.Alltoallv([_bytes_of(values), sent * row_bytes], [_bytes_of(received), lengths * row_bytes])
+        # Whole rows, as MPI counts in 32 bits.
+        kind = world.mpi.BYTE.Create_contiguous(int(np.prod(row)) * values.itemsize).Commit()
+        world.comm.Alltoallv([_bytes_of(values), sent, None, kind], [_bytes_of(received), lengths, None, kind])
+        kind.Free()
         return received, lengths
 
     @tf.custom_gradient

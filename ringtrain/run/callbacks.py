@@ -40,12 +40,16 @@ class Callbacks:
         )
         wanted = run.config if run.rank == 0 else Config()
         self.trackers = hvd.run_together(lambda: trackers.Trackers(wanted, dataclasses.asdict(run.numbers), run.folder))
-        self.recorder = tracking.Recorder(run, progress) if run.rank == 0 else None
+        self.recorder = note_rate = None
+        if run.rank == 0:
+            self.recorder = recorder = tracking.Recorder(run, progress)
+            note_rate = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: recorder.note_learning_rate())
         last = [run.last_callback(run)] if run.last_callback else []
         ordered: list[Any] = [
             run.clock,  # counts the step, which all others read
             run.step_timer,  # ends the step's time before the others take theirs
             self.evaluation,  # replaces this rank's metrics with those of all ranks, before they are read
+            note_rate,  # before a callback changes it
             *run.users_callbacks,  # may add metrics and ask for the end
             self.recorder,  # records what the callbacks above have added
             self.plateau,  # judges the epoch's metrics, and may ask for the end

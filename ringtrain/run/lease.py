@@ -189,7 +189,7 @@ class Lease:
         def renew() -> None:
             read_s, text = time.monotonic(), self._read()
             if not text and time.monotonic() > self._confirmed_s + self._expires_s:
-                self._taken_by = "another job, which has ended"  # or which may have had it, and gave it up
+                self._taken_by = "another job, which may have ended: the lease has expired and is gone"
                 self.on_loss()
             elif text and _token(text) not in (self._token, self._earlier):
                 self._taken_by = _holder(text)

@@ -33,7 +33,9 @@ OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
 NOT_COPIED = (LOCK, "tensorboard", "checkpoints", "wandb", "saved_model")
 """names in the run folder that are not copied as they are; checkpoints go by themselves"""
 UPLOAD_TIMEOUT_S = 600
-"""of one request that writes a file"""
+"""of one request that writes a large file"""
+LARGE_BYTES = 1 << 20
+"""A smaller file is written soon or not at all: a late one must not replace that of another job."""
 
 _open: list[Mirror] = []
 """mirrors of this process that are not closed"""
@@ -140,10 +142,10 @@ class Mirror:
             return self._fetch_checkpoint(name, local)
         except DamagedCheckpoint as error:
             self._damaged.add(name)
-            if not self._checkpoints().get(name):  # removed since a later one is complete, maybe by now only
-                self._damaged.clear()
             self._there.pop(checkpoint.step_of(name), None)
             print(f"ringtrain: {self.url}: {error}", file=sys.stderr, flush=True)
+            if not self._checkpoints().get(name):  # removed since a later one is complete, maybe by now only
+                self._damaged.clear()
             return None
 
     @property
@@ -349,7 +351,8 @@ class Mirror:
             self.lease.confirm()
             if self.has_folders:
                 self.store.makedirs(f"{self.path}/{name}".rpartition("/")[0], exist_ok=True)
-            self._uploads.put_file(str(path), f"{self.path}/{name}")
+            store = self._uploads if path.stat().st_size > LARGE_BYTES else self.store
+            store.put_file(str(path), f"{self.path}/{name}")
 
         with_retries(put, self.url, f"{self.url}/{name}: cannot be written")
 

@@ -80,7 +80,6 @@ class Recorder(keras.callbacks.Callback):
         if self.global_step == self.first_step:
             self._report_gaps(epoch)
         self.epoch, self.evaluated_s = epoch, self.run.callbacks.evaluation.seconds
-        self.learning_rate = last_learning_rate(self.model.optimizer)
         self.epoch_begin_s = self.epoch_start_s = self.epoch_end_s = time.perf_counter()
         self.steps_before = self.last_step = self.global_step
 
@@ -106,13 +105,14 @@ class Recorder(keras.callbacks.Callback):
             figures = "  ".join(f"{name} {value:.4f}" for name, value in (logs or {}).items() if is_number(value))
             self.progress.step(self.global_step, self.epoch, figures)
         every = self.run.config.tracking.every_steps
-        is_recorded = bool(every) and self.run.clock.passed(every)
-        if is_recorded or self.run.clock.epoch_complete:
-            # Before callbacks change it at the end of the epoch.
-            self.learning_rate = last_learning_rate(self.model.optimizer)
-        if is_recorded:
+        if every and self.run.clock.passed(every):
+            self.note_learning_rate()
             self._record(STEPS, "steps/", self.epoch, logs)
         self._note_time()
+
+    def note_learning_rate(self) -> None:
+        """Keeps the rate of the last step for the next record. At the end of an epoch, before callbacks change it."""
+        self.learning_rate = last_learning_rate(self.model.optimizer)
 
     def _note_time(self) -> None:
         """Writes where time went to the journal, now and then: a kill loses what came after the last entry."""

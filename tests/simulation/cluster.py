@@ -21,6 +21,7 @@ import itertools
 import os
 import re
 import selectors
+import shlex
 import signal
 import subprocess
 from collections import deque
@@ -841,7 +842,9 @@ class Cluster:
             return Ssh(self, self.here, self.job_of(argv), 60.0, argv[-1])
         timeout_s = next(float(word.partition("=")[2]) for word in argv if "ConnectTimeout=" in word)
         job = self.job_of(argv)
-        return Ssh(self, self.machines[argv[argv.index("--") + 1]], job, timeout_s, job.preempt_notice)
+        is_asked = argv[-1].endswith(shlex.quote(job.preempt_notice))
+        notice = job.preempt_notice if is_asked else ""
+        return Ssh(self, self.machines[argv[argv.index("--") + 1]], job, timeout_s, notice)
 
     def job_of(self, argv: Sequence[str]) -> Job:
         """The job that a command is of: its ID is one of the last words."""

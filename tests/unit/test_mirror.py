@@ -185,16 +185,17 @@ def test_a_job_that_has_lost_the_lease_copies_nothing_more(quick, tmp_path):
 
 
 def test_a_job_loses_a_lease_that_another_one_may_have_had_and_given_up(quick, tmp_path):
-    copy = Mirror(str(tmp_path), "r", expires_s=0.5)
-    file, renew = tmp_path / "r" / LEASE, copy.lease._check
-    file.unlink()
-    renew()
-    assert file.exists() and not copy.lease.is_lost  # within the time in which no other job takes it over
+    copy = Mirror(str(tmp_path), "r")
     copy.lease._is_released.set()  # its thread is frozen
     copy.lease._thread.join(60)
-    time.sleep(0.6)
+    file, expires_s = tmp_path / "r" / LEASE, copy.lease._expires_s
     file.unlink()
-    with pytest.raises(RunDirectoryError, match="taken over by another job, which has ended"):
+    copy.lease._confirmed_s -= expires_s / 2
+    copy.lease._check()
+    assert not copy.lease.is_lost  # within the time in which no other job takes it over
+    file.unlink(missing_ok=True)
+    copy.lease._confirmed_s -= 2 * expires_s
+    with pytest.raises(RunDirectoryError, match="taken over by another job, which may have ended"):
         copy.lease.confirm()
     assert not file.exists()
     copy.close()
