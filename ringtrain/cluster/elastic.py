@@ -67,7 +67,7 @@ class ElasticHost:
 
     @property
     def is_pending(self) -> bool:
-        """Whether its agent is not ready yet."""
+        """Whether its agent still starts."""
         return self.agent is not None and not self.agent.ready and not self.agent.is_second
 
 
@@ -151,8 +151,10 @@ class ElasticSupervisor(Supervisor):
                 here = self.agents.members[0] if listed.name in self.here else None
                 host.agent = here or self.agents.start(listed.name, is_checked=True)
         for host in self._present():
-            agent, is_known = host.agent, host.published_s or host.is_leaving
-            if not agent or agent.is_second or is_known or not agent.ready:
+            agent = host.agent
+            if not agent or agent.is_second or not agent.ready:
+                continue
+            if host.published_s or host.is_leaving:
                 continue
             if self._has_same_version(host, agent):
                 host.published_s = now
@@ -231,7 +233,7 @@ class ElasticSupervisor(Supervisor):
         host.agent = None
         if not second.cleaned_up:
             host.ask_again_s = max(host.ask_again_s, time.monotonic() + AGAIN_S)
-        elif second.host in self.agents.not_cleaned_up:
+        else:
             self.agents.not_cleaned_up = [name for name in self.agents.not_cleaned_up if name != second.host]
 
     def _end_ssh_to(self, host: str) -> None:
