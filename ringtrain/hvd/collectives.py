@@ -25,6 +25,7 @@ from ringtrain.hvd.backend import WITH_HOROVOD, Adasum, Average, Compression, Pr
 from ringtrain.hvd.keras_patches import report_trained_alone, teach_keras
 from ringtrain.hvd.placement import CPU, check_local_placement
 from ringtrain.hvd.process import PROCESS, elastic, open_sockets
+from ringtrain.hvd.rendezvous import forget_addresses
 from ringtrain.protocol.failures import report_init, report_process, report_uncaught
 from ringtrain.protocol.launchers import launched_local_size, names
 
@@ -66,6 +67,8 @@ def init(*args: Any, **kwargs: Any) -> None:
             f"hvd.init: Horovod runs already, without a process set of ranks {list(*error.args)}: give process_sets to"
             f' the first hvd.init of the process, or process_sets="dynamic" there and hvd.add_process_set here'
         ) from None
+    if not is_running and not elastic():  # an elastic job's server begins anew with each set of ranks
+        forget_addresses()
     teach_keras()
     PROCESS.sockets |= open_sockets() - before
     rank = horovod.rank()

@@ -86,7 +86,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_DELETE(self) -> None:
         with self.server.lock:
             self.server.deleted[self.scope].add(self.key)
-            if self.server.deleted[self.scope] >= self.server.values[self.scope].keys():
+            numbers = {key for key in self.server.values[self.scope] if key.isdecimal()}  # "rank_0" is never deleted
+            if self.server.deleted[self.scope] >= numbers:
                 del self.server.deleted[self.scope], self.server.values[self.scope]
         self._answer(HTTPStatus.OK)
 

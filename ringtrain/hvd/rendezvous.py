@@ -1,0 +1,41 @@
+"""Addresses that Gloo leaves in Horovod's rendezvous server, to which `init` after `shutdown` would connect."""
+
+from __future__ import annotations
+
+import os
+import urllib.request
+
+from ringtrain.hvd.backend import horovod
+
+TIMEOUT_S = 10
+
+
+def forget_addresses() -> None:
+    """Removes addresses that have served from the server; each rank calls it after Horovod's `init`.
+
+    Horovod's server removes the addresses of a scope when all its ranks are connected. It then also forgets which ranks
+    of other scopes are, and keeps the addresses of these. They are complete here, as `init` connects all ranks again.
+    """
+    address, port = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}") for name in ("ADDR", "PORT"))
+    if not address or not horovod.gloo_enabled():
+        return
+    scopes = {
+        "global": horovod.rank(),
+        f"local_{os.environ.get('HOROVOD_HOSTNAME', 'localhost')}": horovod.local_rank(),
+        f"cross_{horovod.local_rank()}": horovod.cross_rank(),
+    }
+    for scope, rank in scopes.items():
+        if rank == 0:
+            _remove(f"http://{address}:{port}/{scope}/0")
+
+
+def _remove(key: str) -> None:
+    """Removes the scope of a key: the server does so after as many deletions as the scope has ranks."""
+    client = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not by the user's proxy
+    delete = urllib.request.Request(key, method="DELETE")
+    try:
+        while True:
+            client.open(key, timeout=TIMEOUT_S).close()
+            client.open(delete, timeout=TIMEOUT_S).close()
+    except OSError:
+        return  # it is not there, or the server has ended
