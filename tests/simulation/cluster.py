@@ -84,17 +84,15 @@ class Machine:
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         """An action of one of its processes: later if it is frozen, never if it has died."""
-        boot = self.boot
+        self.world.at(self.world.now_s + seconds, partial(self._act, self.boot, action))
 
-        def act() -> None:
-            if self.host.is_dead or self.boot != boot:
-                return
-            if self.host.frozen_until_s > self.world.now_s:
-                self.world.at(self.host.frozen_until_s, act)
-            else:
-                action()
-
-        self.world.at(self.world.now_s + seconds, act)
+    def _act(self, boot: int, action: Callable[[], None]) -> None:
+        if self.host.is_dead or self.boot != boot:
+            return
+        if self.host.frozen_until_s > self.world.now_s:
+            self.world.at(self.host.frozen_until_s, partial(self._act, boot, action))
+        else:
+            action()
 
     # ---- faults ------------------------------------------------------------------------------------------------------
 
@@ -415,9 +413,8 @@ class Agent:
             else:
                 self._signal(str(order))
         self._num_waits += 1
-        number = self._num_waits
         if self.is_alive and not self.is_sweeping and not self.is_busy:
-            self.machine.later(LEASE_S, lambda: self._expire(number))
+            self.machine.later(LEASE_S, partial(self._expire, self._num_waits))
 
     def _expire(self, number: int) -> None:
         if self.is_alive and not self.is_sweeping and not self.is_busy and number == self._num_waits:

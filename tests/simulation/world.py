@@ -199,6 +199,7 @@ class World:
             if not task.is_done:
                 self._let_run(task)
             task._thread.join()
+        self._events.clear()  # what would have happened later refers to the world
 
     def _let_run(self, task: Task | None) -> None:
         """Lets a task run, and those after it."""
