@@ -6,6 +6,7 @@ what it does besides its one update would be done several times, and with weight
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -48,6 +49,29 @@ def operations(graph: Any) -> list[str]:
     for function in definition.library.function:
         nodes += function.node_def
     return [node.op for node in nodes]
+
+
+def changed_by(data: Any, begin: int, variables: Sequence[Any]) -> list[Any]:
+    """Those of the variables to whose new values the data lead, by the graph's operations from number `begin` on.
+
+    Without a graph, all of them.
+    """
+    if tf.executing_eagerly():
+        return [*variables]
+    graph: Any = tf.compat.v1.get_default_graph()
+    changes = _Changes(graph)
+    reached = {leaf.name for leaf in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(leaf)}
+    """names of tensors"""
+    changed: set[int] = set()
+    for operation in graph.get_operations()[begin:]:
+        inputs = list(operation.inputs)
+        handles = [tensor.dtype == tf.resource for tensor in inputs]
+        variables_read = (id(_outermost(graph, tensor)) for tensor in itertools.compress(inputs, handles))
+        if any(tensor.name in reached for tensor in inputs) or not changed.isdisjoint(variables_read):
+            reached.update(tensor.name for tensor in operation.outputs)
+            for index in changes.of_inputs(operation.node_def, handles):
+                changed.add(id(_outermost(graph, inputs[index])))
+    return [variable for variable in variables if id(variable.value.handle) in changed]
 
 
 class Effects:

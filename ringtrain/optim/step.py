@@ -123,28 +123,30 @@ class Step:
         elif self.share is not None:  # of a callback's `train_on_batch`, whole and the same on every rank
             self.share.assign(1.0)
 
-        # A rank without rows trains a placeholder row with the weight 0: what it changes is set back.
-        changed = self._changed_by_a_row() if self.has_empty_parts else []
-        before = [tf.identity(variable.value) for variable in changed]
+        # A rank without rows trains a placeholder row with the weight 0: what the row changes is set back.
+        counted: list[Any] = []
+        statistics: list[Any] = []
+        if self.has_empty_parts:
+            counted, statistics = self._seeds_and_metrics(), hvd.weights_of_one_rank(self.model)
+        before = {id(variable): tf.identity(variable.value) for variable in [*counted, *statistics]}
+        begin = own_step.num_operations()
         with self._losses.in_step(self.share):
-            if changed and self.has_own:
+            if self.has_empty_parts and self.has_own:
                 logs = self._logs_of(data)
             else:
                 logs = self._inner(data)
-        for variable, value in zip(changed, before, strict=True):
-            variable.assign(tf.where(self.share > 0, variable.value, value))  # type: ignore[operator]
-        if changed and self.has_own:  # results without the placeholder row
+        for variable in [*counted, *own_step.changed_by(data, begin, statistics)]:
+            value = tf.where(self.share > 0, variable.value, before[id(variable)])  # type: ignore[operator]
+            variable.assign(value)
+        if self.has_empty_parts and self.has_own:  # results without the placeholder row
             results = flat_logs(self.model.get_metrics_result())
             logs = logs | {name: results[metric] for name, metric in self._metric_of.items()}
         return logs
 
-    def _changed_by_a_row(self) -> list[Any]:
-        """Metrics, seeds and this rank's moving statistics."""
-        # Weights change by the reduced gradients alone, in which this rank's share is 0.
+    def _seeds_and_metrics(self) -> list[Any]:
         weights = {id(variable) for variable in self.model.weights}
-        seeds_and_metrics = [*self.model.variables, *self.model.metrics_variables]
-        rest = {id(variable): variable for variable in seeds_and_metrics if id(variable) not in weights}
-        return [*rest.values(), *hvd.weights_of_one_rank(self.model)]
+        both = [*self.model.variables, *self.model.metrics_variables]
+        return list({id(variable): variable for variable in both if id(variable) not in weights}.values())
 
     # ---- statistics, seeds and metrics are summed with the gradients -----------------------------------------------
 

@@ -85,6 +85,36 @@ def results_that_a_model_derives_from_its_metrics() -> None:
             np.testing.assert_allclose(found[log], value, rtol=1e-9, err_msg=log)
 
 
+class Counted(layers.Layer):
+    """Counts steps in a float, and has a moving mean of its inputs."""
+
+    def build(self, _: Any) -> None:
+        self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.mean = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, inputs: Any) -> Any:
+        self.steps.assign_add(1.0)
+        self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(inputs))
+        return inputs
+
+
+def states_that_follow_from_weights_alone_where_a_rank_has_no_rows() -> None:
+    """A step changes them on every rank alike; what follows from data stays as it is on a rank without rows."""
+
+    def make(*more: layers.Layer) -> keras.Model:
+        keras.utils.set_random_seed(3)
+        normalized = layers.SpectralNormalization(layers.Dense(6, activation="tanh"))
+        return compiled(keras.Sequential([keras.Input(X.shape[1:]), normalized, *more, layers.Dense(Y.shape[1])]))
+
+    few = tf.data.Dataset.from_tensor_slices((X[:1], Y[:1])).batch(1)
+    batches = few.concatenate(tf.data.Dataset.from_tensor_slices((X[:64], Y[:64])).batch(32))
+    equals_one_process(make, batches, None, "without-rows", batch_size=None)
+    ours = make(Counted())
+    ringtrain.fit(ours, batches, options=options(), epochs=2, verbose=0)
+    assert float(ours.layers[1].steps) == 6
+    assert hvd.allgather_object(float(ours.layers[1].mean)) == [float(ours.layers[1].mean)] * hvd.size()
+
+
 @only(np=2)
 def gradients_that_a_fit_leaves_for_the_next_one() -> None:
     """Three of four micro-steps are left over."""
