@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from numpy.typing import NDArray
 
@@ -188,8 +189,10 @@ class Evaluation(keras.callbacks.Callback):
         """State of the metrics after a shard of the test samples."""
         if self.test.num_readable(shard):
             calls_before = callbacks.num_calls
-            with _prepared(self.model, batches) as words:
-                logs = evaluated(self.model, batches, callbacks, **words)
+            # Keras would read data of unknown length to their end, and count the end in the losses of single outputs.
+            steps = len(shard) if int(batches.cardinality()) == tf.data.UNKNOWN_CARDINALITY else None
+            with _prepared(self.model, batches, steps) as words:
+                logs = evaluated(self.model, batches, callbacks, steps=steps, **words)
             metric_of = metrics_behind(logs, results_of_metrics(self.model))
             if callbacks.num_calls > calls_before:  # else all of its samples are unreadable
                 callbacks.logs = logs
@@ -259,7 +262,7 @@ class CallbacksOfAll(CallbacksOfRank):
 
 
 @contextlib.contextmanager
-def _prepared(model: keras.Model, batches: Any) -> Iterator[dict[str, Any]]:
+def _prepared(model: keras.Model, batches: Any, steps: int | None) -> Iterator[dict[str, Any]]:
     """Context of an evaluation of batches that are prepared, with arguments for an `evaluate` of the model's own.
 
     Keras' `fit` has the same: else the tasks of KerasHub would prepare the batches a second time.
@@ -268,7 +271,7 @@ def _prepared(model: keras.Model, batches: Any) -> Iterator[dict[str, Any]]:
         yield {}
         return
     model._eval_epoch_iterator = TFEpochIterator(
-        model.distribute_strategy, batches, steps_per_execution=model.steps_per_execution
+        model.distribute_strategy, batches, steps, steps_per_execution=model.steps_per_execution
     )
     try:
         yield {"_use_cached_eval_dataset": True}

@@ -85,6 +85,33 @@ def results_that_a_model_derives_from_its_metrics() -> None:
             np.testing.assert_allclose(found[log], value, rtol=1e-9, err_msg=log)
 
 
+class Batches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, number: int) -> Any:
+        rows = slice(20 * number, 20 * number + 20)
+        return X[rows], (Y[rows], CLASSES[rows])
+
+
+def losses_of_single_outputs_of_held_out_batches() -> None:
+    """Keras counts the end of a dataset of unknown length as one more batch, and not that of a PyDataset."""
+
+    def generated() -> tf.data.Dataset:
+        specs = tf.TensorSpec((None, 6)), (tf.TensorSpec((None, 3)), tf.TensorSpec((None,), tf.int64))
+        return tf.data.Dataset.from_generator(lambda: map(Batches().__getitem__, range(5)), output_signature=specs)
+
+    losses = "mse", keras.losses.SparseCategoricalCrossentropy()
+    _, history = equals_one_process(
+        lambda: _with_losses(*losses), X, (Y, CLASSES), "single", validation_data=Batches(), within=1e-6
+    )
+    again = ringtrain.fit(
+        _with_losses(*losses), X, (Y, CLASSES), options=options(), validation_data=generated(), **SAME
+    )
+    for log, values in history.history.items():
+        np.testing.assert_allclose(again.history[log], values, rtol=1e-5, err_msg=log)
+
+
 class Counted(layers.Layer):
     """Counts steps in a float, and has a moving mean of its inputs."""
 
