@@ -259,12 +259,13 @@ class Reduction:
     def _reduce_sparse(self, gradient: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         # Equivalent to Horovod's allreduce, which names the gathers after their tensors: those names differ between
         # ranks. gradient_predivide_factor would cancel out. Without merge_rows, the ranks' parts of a row stay apart:
-        # Adam and others square them one by one.
+        # Adam and others square them one by one, as those of one process unless it has each row once.
         if self._alone() and not self.merge_rows:
             return gradient
+        merges_rows = self.merges_rows or _are_unique(gradient.indices)
         with tf.device(self.device_sparse):
             rows, values = gradient.indices, widened(gradient.values)
-            if self.merges_rows:
+            if merges_rows:
                 rows, places = tf.unique(rows)
                 values = tf.math.unsorted_segment_sum(values, places, tf.size(rows))
             if not self._alone():
@@ -277,7 +278,7 @@ class Reduction:
                     counts = horovod.allgather(tf.size(rows)[None], name=f"{name}_counts", **options)
                 values = horovod.allgather(values, name=f"{name}_values", **options)
                 rows = horovod.allgather(rows, name=f"{name}_indices", **options)
-                if self.merges_rows:
+                if merges_rows:
                     values, rows = _summed_by_row(values, rows, counts)
         return tf.IndexedSlices(tf.cast(values, gradient.dtype), rows, gradient.dense_shape)
 
@@ -383,6 +384,17 @@ def joined(tensors: list[tf.Tensor], reduce: Callable[[tf.Tensor], tf.Tensor]) -
     flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
     parts = tf.split(reduce(flat), [tf.size(tensor) for tensor in tensors])
     return [tf.reshape(part, tf.shape(tensor)) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _are_unique(rows: tf.Tensor) -> bool:
+    """Whether a graph makes these rows different from each other, as for a dense layer's sparse inputs."""
+    while not isinstance(rows, tf.__internal__.EagerTensor) and rows.op.inputs:
+        if rows.op.type in ("Unique", "UniqueV2"):
+            return True
+        if rows.op.type not in ("Identity", "Reshape", "Cast"):
+            return False
+        rows = rows.op.inputs[0]
+    return False
 
 
 def _summed_by_row(values: tf.Tensor, indices: tf.Tensor, counts: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from fit_alike import CLASSES, OUTPUT, SAME, X, Y, compiled, dense, distance, equals_one_process, options
+from fit_alike import CLASSES, OUTPUT, RANDOM, SAME, X, Y, compiled, dense, distance, equals_one_process, options
 from keras import layers
 from only import only
 
@@ -83,6 +83,19 @@ def results_that_a_model_derives_from_its_metrics() -> None:
         found = ringtrain.evaluate(ours, X[:number], Y[:number], **words)
         for log, value in ours.evaluate(X[:number], Y[:number], **words).items():
             np.testing.assert_allclose(found[log], value, rtol=1e-9, err_msg=log)
+
+
+def sparse_inputs_of_a_dense_layer() -> None:
+    """One process has the gradient of each row once, which Adam squares."""
+
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(3)
+        inputs = [keras.Input((6,), sparse=True), layers.Dense(8, activation="tanh"), layers.Dense(3)]
+        return compiled(keras.Sequential(inputs), optimizer=keras.optimizers.Adam(0.01))
+
+    few = np.where(RANDOM.random(X.shape) < 0.3, X, 0)
+    batches = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(few), Y)).batch(32)
+    equals_one_process(make, batches, None, "sparse", batch_size=None)
 
 
 class Batches(keras.utils.PyDataset):
