@@ -41,6 +41,7 @@ class Saver(keras.callbacks.Callback):
         is_due: whether the ranks have agreed to save now; the same on every rank.
         while_saving: called on rank 0 with the global step, in the middle of every save.
         is_ended: whether a callback of a script has ended the run.
+        grace_ends_s: when ranks are killed after a signal that ended training, as of time.monotonic(); 0.0: none did.
 
     Attributes:
         facts: plain values for the manifest.
@@ -56,6 +57,7 @@ class Saver(keras.callbacks.Callback):
         is_due: Callable[[], bool] = lambda: False,
         while_saving: Callable[[int], None] = lambda global_step: None,
         is_ended: Callable[[], bool] = lambda: False,
+        grace_ends_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         super().__init__()
         self.set_model(run.model)
@@ -65,6 +67,7 @@ class Saver(keras.callbacks.Callback):
         self.facts |= {"versions": tracking.versions(), "checksums": dict(run.checksums)}
         self.metrics, self.best_by = dict(run.start.metrics), f"{run.validation.prefix}accuracy"
         self.monitored, self.is_due, self.while_saving, self.is_ended = monitored, is_due, while_saving, is_ended
+        self.grace_ends_s = grace_ends_s
         self.callback_state: CallbackState | None = run.callback_state
         if run.users_callbacks and self.callback_state is None:
             self.callback_state = CallbackState(run.users_callbacks, run.model)
@@ -188,6 +191,9 @@ class Saver(keras.callbacks.Callback):
             self.saved_step = -1  # the disk may have been full for a moment
             self.save()
             self.wait()
+        ends_s = self.grace_ends_s()
+        if self.lock.mirror and ends_s:
+            self.lock.mirror.leave(self.folder.parent, ends_s)
 
     def _finish(self) -> None:
         self.wait()
@@ -282,7 +288,7 @@ class Saver(keras.callbacks.Callback):
                 text = f"{error.filename or self.folder}: older checkpoints are not removed: {error.strerror}"
                 print(f"ringtrain: {text}", file=sys.stderr, flush=True)
             mirror = self.lock.mirror  # a failed run gives it up meanwhile
-            if mirror:
+            if mirror and not self.grace_ends_s():  # else the last copy follows
                 mirror.add(self.folder.parent)
         self.saves["write_s"] += time.perf_counter() - begin_s
 
