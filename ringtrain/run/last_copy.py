@@ -51,16 +51,16 @@ class LastCopy:
         self._socket, other = socket.socketpair()
         environ = {name: value for name, value in os.environ.items() if name != JOB}
         with other, open(folder / LOG, "ab") as log:  # not the rank's output, for whose end launchers wait
-            subprocess.run(
+            process = subprocess.Popen(
                 [sys.executable, "-P", "-c", START],
                 env={**environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 stdin=other.fileno(),
                 stdout=other.fileno(),
                 stderr=log,
                 start_new_session=True,
-                check=True,
             )
         self._socket.sendall(state)
+        process.wait()
 
     def finish(self) -> dict[str, Any]:
         """Lets it copy what has changed since, and waits until it exits. Returns facts; none if it was killed."""

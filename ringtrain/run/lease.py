@@ -79,6 +79,8 @@ class Lease:
             self._take(same_job)
         else:
             self.__dict__ |= lent
+            with contextlib.suppress(DataError):  # else with the first renewal
+                self._check()
         self._keep_it()
 
     @property
@@ -165,12 +167,12 @@ class Lease:
             while read_s < expiry_s or read_s + RENEWED_S < time.monotonic() < limit_s:
                 time.sleep(POLL_S)
                 read_s, now = time.monotonic(), self._read()
-                if _token(now) == self._token:  # its first write has arrived, late
-                    break
                 if not now:
                     if self._created() and not self._others():
                         return
                     now = self._read()
+                if _token(now) == self._token:  # its first write has arrived, late
+                    break
                 if now != first and LAST_OF not in parse_object(now):
                     raise RunDirectoryError(self._in_use_by(now or first))
                 if now != first:  # its holder makes the last copy of a run, and ends

@@ -27,6 +27,7 @@ from ringtrain.run.model_state import Arrays
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
     from ringtrain.run.memory_folder import Copies
+    from ringtrain.run.mirror import Mirror
 
 
 class Saver(keras.callbacks.Callback):
@@ -187,13 +188,12 @@ class Saver(keras.callbacks.Callback):
         """Saves the current state and waits until it is on disk, with a second attempt. Collective."""
         self.save()
         self.wait()
+        if self.lock.mirror and self.grace_ends_s():  # before another rank is waited for, which may be gone
+            self._copy(self.lock.mirror)  # the interval's save was the last one
         if hvd.broadcast_object(self._failed_step == self.saved_step, 0, name="ringtrain_last_save"):
             self.saved_step = -1  # the disk may have been full for a moment
             self.save()
             self.wait()
-        ends_s = self.grace_ends_s()
-        if self.lock.mirror and ends_s:
-            self.lock.mirror.leave(self.folder.parent, ends_s)
 
     def _finish(self) -> None:
         self.wait()
@@ -288,9 +288,16 @@ class Saver(keras.callbacks.Callback):
                 text = f"{error.filename or self.folder}: older checkpoints are not removed: {error.strerror}"
                 print(f"ringtrain: {text}", file=sys.stderr, flush=True)
             mirror = self.lock.mirror  # a failed run gives it up meanwhile
-            if mirror and not self.grace_ends_s():  # else the last copy follows
-                mirror.add(self.folder.parent)
+            if mirror:
+                self._copy(mirror)
         self.saves["write_s"] += time.perf_counter() - begin_s
+
+    def _copy(self, mirror: Mirror) -> None:
+        ends_s = self.grace_ends_s()
+        if ends_s:
+            mirror.leave(self.folder.parent, ends_s)
+        else:
+            mirror.add(self.folder.parent)
 
 
 def _should_be_finite(weight: Any) -> bool:
