@@ -76,7 +76,7 @@ def main() -> None:
     threading.Thread(target=_end_in_time, args=(rank, ends_s), daemon=True).start()
     url, _, name = left.url.rpartition("/")
     mirror = Mirror(url, name, expires_s=left.expires_s, left=left)
-    say(f"process {os.getpid()} copies {folder} to {mirror.url}")
+    _say(f"process {os.getpid()} copies {folder} to {mirror.url}")
     mirror.add(folder)
     sys.stdin.buffer.read()
     error = ""
@@ -85,7 +85,7 @@ def main() -> None:
     except RingtrainError as failure:
         error = str(failure)
     mirror.close()
-    say(error or f"complete there: steps {', '.join(map(str, mirror.copied))}")
+    _say(error or f"complete there: steps {', '.join(map(str, mirror.copied))}")
     facts = {"error": error, "failed": mirror.failures, "seconds": mirror.seconds}
     with contextlib.suppress(OSError):  # the rank may be gone
         os.write(1, json.dumps({**facts, "taken_by": mirror.lease.taken_by}).encode())
@@ -96,19 +96,17 @@ def _end_in_time(rank: int, ends_s: float) -> None:
     """Ends this process when its rank is gone and the time is over; the lease then expires."""
     while time.monotonic() < ends_s or _is_there(rank):
         time.sleep(LOOK_S)
-    say("the rank is gone and the time to save is over (--grace): not complete there")
+    _say("the rank is gone and the time to save is over (--grace): not complete there")
     os._exit(1)
 
 
 def _is_there(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except OSError:  # there is none, or by now another user's
         return False
-    except PermissionError:
-        return False  # another user's process has the number by now
     return True
 
 
-def say(text: str) -> None:
+def _say(text: str) -> None:
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", file=sys.stderr, flush=True)

@@ -240,9 +240,9 @@ class Mirror:
 
         newest = next(iter(checkpoint.saved_in(folder / "checkpoints")), None)
         is_there = newest is None or checkpoint.step_of(newest.name) in self._there
-        if self._last_copy or self.lease.is_lost or is_there:
+        if self.lease.is_lent or self.lease.is_lost or is_there:
             return
-        self._waiting = None
+        self._waiting = None  # an earlier one is no more of use
         there, states, lease = dict(self._there), dict(self._states), self.lease.lend()
         left = Left(self.url, self.store, self.path, there, states, self._expires_s, lease)
         try:
