@@ -73,10 +73,12 @@ class LastCopy:
 def main() -> None:
     """Copies until standard input ends: the rank has written its last file, or is gone."""
     left, folder, rank, ends_s = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_in_time, args=(rank, ends_s), daemon=True).start()
+    mirrors: list[Mirror] = []
+    threading.Thread(target=_end_in_time, args=(rank, ends_s, mirrors), daemon=True).start()
     url, _, name = left.url.rpartition("/")
     mirror = Mirror(url, name, expires_s=left.expires_s, left=left)
     _say(f"process {os.getpid()} copies {folder} to {mirror.url}")
+    mirrors.append(mirror)
     mirror.add(folder)
     sys.stdin.buffer.read()
     error = ""
@@ -85,19 +87,24 @@ def main() -> None:
     except RingtrainError as failure:
         error = str(failure)
     mirror.close()
-    _say(error or f"complete there: steps {', '.join(map(str, mirror.copied))}")
+    _say(error or f"all is copied; {_complete(mirrors)}")
     facts = {"error": error, "failed": mirror.failures, "seconds": mirror.seconds}
     with contextlib.suppress(OSError):  # the rank may be gone
         os.write(1, json.dumps({**facts, "taken_by": mirror.lease.taken_by}).encode())
     os._exit(0)
 
 
-def _end_in_time(rank: int, ends_s: float) -> None:
+def _end_in_time(rank: int, ends_s: float, mirrors: list[Mirror]) -> None:
     """Ends this process when its rank is gone and the time is over; the lease then expires."""
     while time.monotonic() < ends_s or _is_there(rank):
         time.sleep(LOOK_S)
-    _say("the rank is gone and the time to save is over (--grace): not complete there")
+    _say(f"not all is copied: the rank is gone and the time to save is over (--grace); {_complete(mirrors)}")
     os._exit(1)
+
+
+def _complete(mirrors: list[Mirror]) -> str:
+    steps = [str(step) for mirror in mirrors for step in mirror.copied]
+    return f"complete checkpoints there: {', '.join(steps) or 'none'}"
 
 
 def _is_there(process: int) -> bool:

@@ -370,7 +370,9 @@ def test_the_last_copy_to_a_mirror_continues_when_a_rank_is_lost(
     log = (tmp_path / "r" / "logs" / "last-copy.log").read_text()
     assert [path.parent.name[:13] for path in copied.rglob("manifest.json")] == ["step-00000007"] * is_opened, log
     assert (copied / LEASE_FILE).exists() != is_opened
-    assert ("complete there: steps 7" if is_opened else "the time to save is over") in log
+    assert (
+        "all is copied; complete checkpoints there: 7" if is_opened else "(--grace); complete checkpoints there: none"
+    ) in log
 
 
 def test_a_rank_may_save_for_the_whole_grace_beside_one_that_does_not_catch_the_signal(launch, tmp_path: Path) -> None:

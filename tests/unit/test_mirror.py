@@ -123,7 +123,9 @@ def test_a_process_of_its_own_makes_the_last_copy(tmp_path):
     assert (there / "r" / "metrics.jsonl").read_text() == "at the end\n"
     assert steps_in(there / "r") == names(10, 20) and not (there / "r" / LEASE).exists()
     copy.close()
-    assert copy.failures == [] and "complete there: steps 10, 20" in (run / last_copy.LOG).read_text()
+    assert (
+        copy.failures == [] and "all is copied; complete checkpoints there: 10, 20" in (run / last_copy.LOG).read_text()
+    )
 
     again = Mirror(str(there), "r")
     saved(run, 30)
@@ -173,7 +175,7 @@ def test_the_last_copy_ends_with_its_rank_and_the_time_to_save(monkeypatch, is_t
     monkeypatch.setattr(last_copy, "_is_there", lambda rank: looks.append(rank) or (is_there and len(looks) < 5))
     monkeypatch.setattr(last_copy.os, "_exit", end)
     with pytest.raises(Ended):
-        last_copy._end_in_time(1, begin_s + 0.2)
+        last_copy._end_in_time(1, begin_s + 0.2, [])
     assert time.monotonic() >= begin_s + 0.2 and len(looks) == (5 if is_there else 1)
 
 
