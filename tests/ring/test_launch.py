@@ -355,7 +355,7 @@ def test_the_last_copy_to_a_mirror_continues_when_a_rank_is_lost(
     begin = "import sys; sys.path.insert(0, sys.argv[1]); import gated; gated.main()"
     grace_s = "60" if is_opened else "8"
     words = python(begin, Path(__file__).parent, tmp_path, grace_s)
-    started = launch(*ringtrain("--grace", grace_s, "--", *words, launcher=launcher))
+    started = launch(*ringtrain("--grace", "4", "--", *words, launcher=launcher))
     started.wait_for_ranks()
     started.process.send_signal(signal.SIGTERM)
     copied = tmp_path / "there" / "r"
