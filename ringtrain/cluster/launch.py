@@ -111,7 +111,7 @@ def launch(options: LaunchOptions) -> int:
     check_min_np(options, work.num_ranks)
     if options.ps is not None:  # fewer ranks would have other roles, which no option gives
         work = replace(work, options=replace(work.options, min_np=work.num_ranks))
-    first = work.job_on(work.hosts, Attempt(num_ranks=work.num_ranks), work.num_ranks)
+    first = work.job_on(work.hosts, Attempt(num_ranks=work.num_ranks, grace_s=options.grace), work.num_ranks)
     chosen = next((host for host in first.hosts if host.indices), None)
     if chosen and options.started_by.submits:
         raise LaunchError(
@@ -168,7 +168,7 @@ def run_attempts(work: Launch) -> int:
 def _run_attempts(work: Launch, standby: Standby) -> int:
     options, answer_timeout_s = work.options, float("inf")
     restarts = restart.Restarts(work.hosts, work.num_ranks, options)
-    attempt = Attempt(num_ranks=work.num_ranks, job=uuid.uuid4().hex)
+    attempt = Attempt(num_ranks=work.num_ranks, job=uuid.uuid4().hex, grace_s=options.grace)
     while True:
         used = restarts.hosts
         now = work.job_on(used, attempt, restarts.num_ranks)

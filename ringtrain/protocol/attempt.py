@@ -25,6 +25,8 @@ class Attempt:
     """of the first attempt; 0: the current number"""
     job: str = ""
     """ID that all attempts of a job have in common; "": no launcher has started it"""
+    grace_s: float = 0.0
+    """seconds after a signal at which the launcher kills the ranks (--grace); 0: not known"""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -37,6 +39,7 @@ class Attempt:
             causes = tuple(str(cause) for cause in fields.get("causes", ()))
             number, num_ranks = int(fields.get("number", 0)), int(fields.get("num_ranks", 0))
             run_name, job = str(fields.get("run_name", "")), str(fields.get("job", ""))
-            return cls(number=number, causes=causes, run_name=run_name, num_ranks=num_ranks, job=job)
+            grace_s = float(fields.get("grace_s", 0.0))
+            return cls(number=number, causes=causes, run_name=run_name, num_ranks=num_ranks, job=job, grace_s=grace_s)
         except INVALID:
             return cls()

@@ -10,6 +10,7 @@ callbacks:      the ordered list of a run's callbacks
 devices:        one GPU per local rank, memory limits, CPU threads
 checkpoint:     atomic checkpoints with a checksum per file; export of the trained model
 lease:          right of one job to write to a mirror
+last_copy:      process that copies a run after a signal, and continues if its rank is killed
 mirror:         copies a run to another file system or a bucket, and back
 memory_copies:  copies of the state in the memory of each host, from which a restart goes on
 memory_folder:  folder of these copies on a host

@@ -27,6 +27,8 @@ from ringtrain.run.run_folder import LEASE, LEASE_EXPIRES_S
 
 RENEWED_S = 20.0
 POLL_S = 1.0
+LAST_OF = "last_of"
+"""key of a lease whose holder makes the last copy of a run, with the number of the job's attempt"""
 MAX_LOOKS = 5
 """at a lease that a slow store, or a process that is frozen again and again, shows too late"""
 
@@ -41,6 +43,7 @@ class Lease:
         same_job: Take it over at once from an earlier attempt of this job.
         expires_s: Seconds without a change after which the holder is considered lost.
         on_loss: Called from the thread when another job has taken it over.
+        lent: Result of `lend` of the process that holds it; None: it is taken.
 
     Raises:
         RunDirectoryError: another job holds it.
@@ -55,6 +58,7 @@ class Lease:
         same_job: bool = False,
         expires_s: float = LEASE_EXPIRES_S,
         on_loss: Callable[[], None] = lambda: None,
+        lent: dict[str, Any] | None = None,
     ) -> None:
         self.store, self.file, self.url, self.on_loss = store, f"{path}/{LEASE}", url, on_loss
         self._expires_s = expires_s
@@ -64,29 +68,38 @@ class Lease:
         self._confirmed_s = 0.0
         """time at which it was last known to be this job's"""
         self._renewals = 0
-        self._taken_by = ""
+        self.taken_by = ""
+        """process that has taken it over"""
         self._is_released = threading.Event()
         self._is_checked = threading.Lock()
-        self._take(same_job)
-        self._thread = threading.Thread(target=self._keep, name="ringtrain-lease", daemon=True)
-        self._thread.start()
+        self.is_lent = False
+        """another process has it, for the last copy of the run"""
+        self._is_for_last_copy = lent is not None
+        if lent is None:
+            self._take(same_job)
+        else:
+            self.__dict__ |= lent
+            with contextlib.suppress(DataError):  # else with the first renewal
+                self._check()
+        self._keep_it()
 
     @property
     def is_lost(self) -> bool:
         """True when another job has taken it over."""
-        return bool(self._taken_by)
+        return bool(self.taken_by)
 
     def raise_if_lost(self) -> None:
         """Raises RunDirectoryError if another job has taken it over."""
-        if self._taken_by:
+        if self.taken_by:
             raise RunDirectoryError(
-                f"{self.url}: taken over by {self._taken_by}: this job ends: choose another --run.name"
+                f"{self.url}: taken over by {self.taken_by}: this job ends: choose another --run.name"
             )
 
     @property
     def writer(self) -> str:
         """Name of the holder in the names of what it writes, of 8 letters."""
-        return self._token[:8]
+        # A file that the lending process was writing may still arrive.
+        return self._token[8:16] if self._is_for_last_copy else self._token[:8]
 
     def confirm(self) -> None:
         """Reads it if it was not renewed in time, as after the process was frozen.
@@ -95,6 +108,8 @@ class Lease:
             RunDirectoryError: another job has taken it over.
             DataError: the store cannot be reached, or takes too long.
         """
+        if self.is_lent:
+            raise RunDirectoryError(f"{self.url}: another process makes the last copy")
         for _ in range(MAX_LOOKS):
             if self.is_lost or time.monotonic() < self._confirmed_s + 2 * RENEWED_S:
                 break
@@ -108,15 +123,29 @@ class Lease:
         self._is_released.set()
         self._thread.join()
         with contextlib.suppress(Exception):  # else it expires
-            if not self.is_lost and _token(self._read()) == self._token:
+            if not (self.is_lost or self.is_lent) and _token(self._read()) == self._token:
                 self.store.rm_file(self.file)
 
     def hand_over(self) -> None:
         """Leaves it to another process of the job, which takes it over; it counts as lost from now on."""
         with self._is_checked:  # no renewal is under way, which would overwrite the other's
-            self._taken_by = "another rank of this job"
+            self.taken_by = "another rank of this job"
         self._is_released.set()
         self.on_loss()
+
+    def lend(self) -> dict[str, Any]:
+        """Leaves it to the process of the last copy, with its state. This one writes nothing until `take_back`."""
+        with self._is_checked:  # no renewal is under way
+            self.is_lent = True
+        self._is_released.set()
+        names = ("_token", "_earlier", "_confirmed_s", "_renewals")
+        return {name: getattr(self, name) for name in names}
+
+    def take_back(self) -> None:
+        """Continues to hold what was lent: the process of the last copy was killed."""
+        self.is_lent = False
+        self._is_released.clear()
+        self._keep_it()
 
     def _take(self, same_job: bool) -> None:
         """Writes the lease, at once or when its holder has not renewed it for a while."""
@@ -125,9 +154,10 @@ class Lease:
         if not self._read() and self._created() and not self._others():
             return
         first, begin_s = self._read(), time.monotonic()
-        job = parse_object(first).get("job")
+        facts, own = parse_object(first), _own_attempt()
+        is_same = same_job and own.job and facts.get("job") == own.job and facts.get(LAST_OF, own.number) == own.number
         is_own = _token(first) == self._token  # whose first write was not answered
-        if not is_own and not (same_job and job and job == _own_job()):
+        if not is_own and not is_same:
             why = f"waiting for up to {expires_s:g} s: if that process is lost, its lease expires"
             print(f"ringtrain: {self.url}: in use by {_holder(first)}: {why}", file=sys.stderr, flush=True)
             read_s = begin_s
@@ -137,12 +167,17 @@ class Lease:
             while read_s < expiry_s or read_s + RENEWED_S < time.monotonic() < limit_s:
                 time.sleep(POLL_S)
                 read_s, now = time.monotonic(), self._read()
+                if not now:
+                    if self._created() and not self._others():
+                        return
+                    now = self._read()
                 if _token(now) == self._token:  # its first write has arrived, late
                     break
-                if not now and self._created() and not self._others():
-                    return
-                if now != first:
+                if now != first and LAST_OF not in parse_object(now):
                     raise RunDirectoryError(self._in_use_by(now or first))
+                if now != first:  # its holder makes the last copy of a run, and ends
+                    first, expiry_s = now, read_s + expires_s
+                    limit_s = expiry_s + MAX_LOOKS * RENEWED_S
         self._earlier = _token(first)
         with_retries(self._write, self.url, f"{self.url}: cannot be written")
         other = self._others()
@@ -175,6 +210,10 @@ class Lease:
 
         return with_retries(create, self.url, f"{self.url}: cannot be written")
 
+    def _keep_it(self) -> None:
+        self._thread = threading.Thread(target=self._keep, name="ringtrain-lease", daemon=True)
+        self._thread.start()
+
     def _keep(self) -> None:
         """Renews it until it is released or lost; the body of the thread."""
         while not self._is_released.wait(RENEWED_S):
@@ -189,17 +228,17 @@ class Lease:
         def renew() -> None:
             read_s, text = time.monotonic(), self._read()
             if not text and time.monotonic() > self._confirmed_s + self._expires_s:
-                self._taken_by = "another job, which may have ended: the lease has expired and is gone"
+                self.taken_by = "another job, which may have ended: the lease has expired and is gone"
                 self.on_loss()
             elif text and _token(text) not in (self._token, self._earlier):
-                self._taken_by = _holder(text)
+                self.taken_by = _holder(text)
                 self.on_loss()
             elif time.monotonic() < read_s + RENEWED_S:  # else it was frozen, and another job may have it by now
                 self._write()
                 self._confirmed_s = read_s
 
         with self._is_checked:
-            if not self.is_lost:
+            if not self.is_lost and not self.is_lent:
                 with_retries(renew, self.url, f"{self.url}: cannot be written")
 
     def _read(self) -> str:
@@ -216,13 +255,15 @@ class Lease:
 
     def _text(self) -> bytes:
         self._renewals += 1
-        facts = {"host": socket.gethostname(), "process": os.getpid(), "job": _own_job()}
+        own = _own_attempt()
+        facts: dict[str, Any] = {"host": socket.gethostname(), "process": os.getpid(), "job": own.job}
+        if self._is_for_last_copy:
+            facts[LAST_OF] = own.number
         return json.dumps({**facts, "token": self._token, "renewals": self._renewals}).encode()
 
 
-def _own_job() -> str:
-    """ID that the attempts of this process's job have in common."""
-    return Attempt.from_environment(os.environ).job
+def _own_attempt() -> Attempt:
+    return Attempt.from_environment(os.environ)
 
 
 def _token(text: str) -> str:

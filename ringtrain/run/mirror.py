@@ -19,14 +19,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringtrain.data.data_files import store_of, with_retries
 from ringtrain.errors import CheckpointError, DamagedCheckpoint, DataError, RunDirectoryError
 from ringtrain.run import checkpoint
 from ringtrain.run.lease import Lease
 from ringtrain.run.run_folder import LEASE, LEASE_EXPIRES_S, LOCK
+
+if TYPE_CHECKING:
+    from ringtrain.run.last_copy import LastCopy
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
 """protocols of stores without folders, where making one might make a bucket"""
@@ -41,6 +45,19 @@ _open: list[Mirror] = []
 """mirrors of this process that are not closed"""
 
 
+@dataclass(frozen=True)
+class Left:
+    """State of a mirror, with which another process continues it."""
+
+    url: str
+    store: Any
+    path: str
+    there: dict[int, str]
+    states: dict[str, tuple[int, int]]
+    expires_s: float
+    lease: dict[str, Any]
+
+
 class Mirror:
     """Copy of one run; held by rank 0. A thread copies what is given to `add`.
 
@@ -49,6 +66,7 @@ class Mirror:
         name: Of the run.
         same_job: Take the lease over at once from an earlier attempt of this job.
         expires_s: Seconds after which a lease that does not change is taken over.
+        left: State of another process's mirror, which this one continues.
 
     Attributes:
         lease: Of the copy; a job that has lost it copies nothing more.
@@ -58,15 +76,22 @@ class Mirror:
         DataError: the file system cannot be reached.
     """
 
-    def __init__(self, url: str, name: str, same_job: bool = False, expires_s: float = LEASE_EXPIRES_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        same_job: bool = False,
+        expires_s: float = LEASE_EXPIRES_S,
+        left: Left | None = None,
+    ) -> None:
         self.url = f"{url.rstrip('/')}/{name}"
         for other in [mirror for mirror in _open if mirror.url == self.url]:
             other.close()  # of a run of this process that has failed
-        self.store, self.path = store_of(self.url)
+        self.store, self.path = (left.store, left.path) if left else store_of(self.url)
         self._uploads = _for_uploads(self.store)
         protocols = {self.store.protocol} if isinstance(self.store.protocol, str) else set(self.store.protocol)
         self.has_folders = not protocols & OBJECT_STORES
-        self._there: dict[int, str] = {}
+        self._there: dict[int, str] = dict(left.there) if left else {}
         """names there of the complete checkpoints that this job has copied, by their steps"""
         self._damaged: set[str] = set()
         self.failures: list[str] = []
@@ -81,14 +106,17 @@ class Mirror:
         self._missing: list[str] = []
         """names of checkpoints that are not yet in the local folder"""
         self._folder = Path()
-        self._states: dict[str, tuple[int, int]] = {}
+        self._states: dict[str, tuple[int, int]] = dict(left.states) if left else {}
         """size and time of each file when it was copied"""
         self._is_busy = self._is_closed = False
+        self._last_copy: LastCopy | None = None
+        self._expires_s = expires_s
         if self.has_folders:
             with_retries(
                 lambda: self.store.makedirs(self.path, exist_ok=True), self.url, f"{self.url}: cannot be written"
             )
-        self.lease = Lease(self.store, self.path, self.url, same_job, expires_s, self._notify)
+        lent = left.lease if left else None
+        self.lease = Lease(self.store, self.path, self.url, same_job, expires_s, self._notify, lent)
         self._thread = threading.Thread(target=self._work, name="ringtrain-mirror", daemon=True)
         self._thread.start()
         _open.append(self)
@@ -203,6 +231,45 @@ class Mirror:
             self._waiting = folder
             self._changed.notify_all()
 
+    def leave(self, folder: Path, ends_s: float) -> None:
+        """Lets a process of its own copy everything, from now on: it continues if this one is killed.
+
+        ends_s: When it exits although not all is copied, if this process is gone; as of time.monotonic().
+        """
+        from ringtrain.run.last_copy import LOG, LastCopy
+
+        newest = next(iter(checkpoint.saved_in(folder / "checkpoints")), None)
+        is_there = newest is None or checkpoint.step_of(newest.name) in self._there
+        if self.lease.is_lent or self.lease.is_lost or is_there:
+            return
+        self._waiting = None  # an earlier one is no more of use
+        there, states, lease = dict(self._there), dict(self._states), self.lease.lend()
+        left = Left(self.url, self.store, self.path, there, states, self._expires_s, lease)
+        try:
+            self._last_copy = LastCopy(left, folder, ends_s)
+        except Exception as error:  # a store's object that cannot be sent, no memory: this process copies it
+            self.lease.take_back()
+            self.add(folder)
+            print(f"ringtrain: {self.url}: no process for the last copy: {error}", file=sys.stderr, flush=True)
+        else:
+            text = f"{newest} is copied by a process of its own: {folder / LOG}"
+            print(f"ringtrain: {self.url}: {text}", file=sys.stderr, flush=True)
+
+    def _finish_last_copy(self) -> dict[str, Any]:
+        """Waits for the process of the last copy; returns facts of it, none if this process is to copy."""
+        if self._last_copy is None:
+            return {}
+        process, self._last_copy = self._last_copy, None
+        facts = process.finish()
+        if facts:
+            self.lease.taken_by = facts["taken_by"]
+            self.failures += facts["failed"]
+            self.seconds += facts["seconds"]
+        else:
+            self.lease.take_back()
+            self.add(process.folder)
+        return facts
+
     def finish(self, folder: Path) -> None:
         """Copies everything, and waits until it is there.
 
@@ -210,13 +277,16 @@ class Mirror:
             CheckpointError: the last checkpoint or a file could not be copied.
             RunDirectoryError: another job has taken the lease.
         """
-        with self._changed:
-            self._waiting = folder
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self.lease.is_lost or not (self._waiting or self._is_busy))
+        error = self._finish_last_copy().get("error")
+        if error is None:
+            with self._changed:
+                self._waiting = folder
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self.lease.is_lost or not (self._waiting or self._is_busy))
+            error = self._error
         self.lease.raise_if_lost()
-        if self._error:
-            raise CheckpointError(f"{self._error}: the run folder {folder} is complete, its mirror is not")
+        if error:
+            raise CheckpointError(f"{error}: the run folder {folder} is complete, its mirror is not")
 
     def close(self) -> None:
         """Ends the thread, when all that was given to `add` is copied, and gives up the lease."""
@@ -225,10 +295,12 @@ class Mirror:
         atexit.unregister(self.close)
         if self in _open:
             _open.remove(self)
+        self._finish_last_copy()
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._thread.join()
+        if not self.lease.is_lent:  # else it may write an older checkpoint, in vain
+            self._thread.join()
         self.lease.release()
 
     def hand_over(self) -> None:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 NAMES = {number.name: number for number in SIGNALS}
 TIME_LIMIT = "train.max_time_s"
+GRACE_S = 30.0
+"""for the last copy to a mirror, after a signal, if ranks are gone and their launcher has told of no --grace"""
 
 
 class Signals:
@@ -40,6 +42,8 @@ class Signals:
 
     def __init__(self, journal: Journal) -> None:
         self.received = 0
+        self.received_s = 0.0
+        """time.monotonic() of it"""
         self.journal = journal
         self._before: dict[signal.Signals, Any] = {}
 
@@ -54,7 +58,8 @@ class Signals:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.received:
             os._exit(128 + number)
-        self.received = self.received or number
+        if not self.received:
+            self.received, self.received_s = number, time.monotonic()
         self.journal.write("signal", signal=signal.Signals(number).name)
 
 
@@ -102,6 +107,13 @@ class StopTogether(keras.callbacks.Callback):
     def is_resumable(self) -> bool:
         """Whether training was interrupted, by a signal or the time limit, and goes on with the next start."""
         return self.stopped_by in (*NAMES, TIME_LIMIT)
+
+    @property
+    def grace_ends_s(self) -> float:
+        """When ranks are killed after the signal that ended training, as of time.monotonic(); 0.0: it did not."""
+        if self.stopped_by not in NAMES:
+            return 0.0
+        return (self.run.signals.received_s or time.monotonic()) + (self.run.attempt.grace_s or GRACE_S)
 
     @property
     def ending(self) -> resume.Ending:

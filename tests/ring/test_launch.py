@@ -21,6 +21,7 @@ import launching
 import pytest
 
 from ringtrain.protocol.env import LEASE
+from ringtrain.run.run_folder import LEASE as LEASE_FILE
 
 pytestmark = pytest.mark.launch
 
@@ -124,6 +125,13 @@ def ringtrain(*words: str | Path, launcher: str = "mpirun") -> list[str | Path]:
 
 def shell(script: str) -> list[str]:
     return ["sh", "-c", script]
+
+
+def _wait_until(is_true: Callable[[], object]) -> None:
+    end = time.monotonic() + TIMEOUT_S
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def python(script: str, *words: str | Path) -> list[str | Path]:
@@ -336,6 +344,35 @@ def test_a_notice_that_the_host_is_taken_away_lets_ranks_save(launch, tmp_path: 
     assert stderr.splitlines()[-1] == "ringtrain: stopped by a notice that this host is taken away"
     assert [path.name for path in (tmp_path / "saved").iterdir()] == [f"saved-{signal.SIGTERM}"]
     assert started.left() == {}
+
+
+@pytest.mark.parametrize(("launcher", "is_opened"), [("mpirun", True), ("horovodrun-gloo", True), ("mpirun", False)])
+def test_the_last_copy_to_a_mirror_continues_when_a_rank_is_lost(
+    launch, tmp_path: Path, launcher: str, is_opened: bool
+) -> None:
+    """The launcher then kills the rank that copies. The copy is complete, or ends with the time to save."""
+    pytest.importorskip("fsspec")
+    begin = "import sys; sys.path.insert(0, sys.argv[1]); import gated; gated.main()"
+    grace_s = "60" if is_opened else "8"
+    words = python(begin, Path(__file__).parent, tmp_path, grace_s)
+    started = launch(*ringtrain("--grace", "4", "--", *words, launcher=launcher))
+    started.wait_for_ranks()
+    started.process.send_signal(signal.SIGTERM)
+    copied = tmp_path / "there" / "r"
+    _wait_until(lambda: [*tmp_path.glob("r/checkpoints/.unfinished*/state.npz")])
+    os.kill(int((tmp_path / "rank-1").read_text()), signal.SIGKILL)
+    code, stderr = started.end()
+    assert code == 143 and "state.npz" not in {path.name for path in copied.rglob("*")}, stderr
+    assert (copied / LEASE_FILE).exists()
+    if is_opened:
+        (tmp_path / "gate").touch()
+    _wait_until(lambda: not started.alive())
+    log = (tmp_path / "r" / "logs" / "last-copy.log").read_text()
+    assert [path.parent.name[:13] for path in copied.rglob("manifest.json")] == ["step-00000007"] * is_opened, log
+    assert (copied / LEASE_FILE).exists() != is_opened
+    assert (
+        "all is copied; complete checkpoints there: 7" if is_opened else "(--grace); complete checkpoints there: none"
+    ) in log
 
 
 def test_a_rank_may_save_for_the_whole_grace_beside_one_that_does_not_catch_the_signal(launch, tmp_path: Path) -> None:

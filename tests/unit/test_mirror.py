@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +19,7 @@ from ringtrain.lab.report import cli as report
 from ringtrain.lab.report import runs
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT
-from ringtrain.run import checkpoint, lease, mirror
+from ringtrain.run import checkpoint, last_copy, lease, mirror
 from ringtrain.run.mirror import Mirror
 from ringtrain.run.run_folder import LEASE
 
@@ -104,6 +108,101 @@ def test_an_unfinished_copy_is_no_checkpoint_and_a_damaged_one_is_left_out(quick
     shutil.rmtree(run)
     assert last.fetch(run) == run / "checkpoints" / names(40)[0]
     last.close()
+
+
+def test_a_process_of_its_own_makes_the_last_copy(tmp_path):
+    """It holds the lease meanwhile, and gives it up at its end. If it is killed, this process copies."""
+    run, there = saved(tmp_path / "r", 10), tmp_path / "there"
+    copy = Mirror(str(there), "r")
+    copy.finish(run)
+    saved(run, 20)
+    copy.leave(run, time.monotonic() + 60)
+    assert copy.lease.is_lent and not copy.lease.is_lost
+    (run / "metrics.jsonl").write_text("at the end\n")
+    copy.finish(run)
+    assert (there / "r" / "metrics.jsonl").read_text() == "at the end\n"
+    assert steps_in(there / "r") == names(10, 20) and not (there / "r" / LEASE).exists()
+    copy.close()
+    assert (
+        copy.failures == [] and "all is copied; complete checkpoints there: 10, 20" in (run / last_copy.LOG).read_text()
+    )
+
+    again = Mirror(str(there), "r")
+    saved(run, 30)
+    again.leave(run, time.monotonic() + 60)
+    begun = re.compile(r" process (\d+) copies ")
+    while len(processes := begun.findall((run / last_copy.LOG).read_text())) < 2:
+        time.sleep(0.02)
+    os.kill(int(processes[1]), signal.SIGKILL)
+    again.finish(run)
+    again.close()
+    assert names(30)[0] in steps_in(there / "r") and not (there / "r" / LEASE).exists()
+
+
+def test_a_store_that_cannot_be_sent_to_another_process(tmp_path, capsys):
+    run, there = saved(tmp_path / "r", 10), tmp_path / "there"
+    copy = Mirror(str(there), "r")
+    copy.store.own = lambda: None
+    copy.store.__class__ = type("Own", (type(copy.store),), {})
+    copy.leave(run, time.monotonic() + 60)
+    assert "no process for the last copy" in capsys.readouterr().err
+    copy.finish(run)
+    copy.close()
+    assert steps_in(there / "r") == names(10) and not (there / "r" / LEASE).exists()
+
+
+def test_an_error_of_the_last_copy_is_that_of_the_run(tmp_path):
+    run, there = saved(tmp_path / "r", 10), tmp_path / "there"
+    copy = Mirror(str(there), "r")
+    (there / "r" / "checkpoints").write_text("no folder")
+    copy.leave(run, time.monotonic() + 60)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        copy.finish(run)
+    copy.close()
+    assert copy.failures and not (there / "r" / LEASE).exists()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_last_copy_ends_with_its_rank_and_the_time_to_save(monkeypatch, is_there: bool):
+    class Ended(Exception):
+        pass
+
+    def end(code: int) -> None:
+        raise Ended
+
+    begin_s, looks = time.monotonic(), []
+    monkeypatch.setattr(last_copy, "LOOK_S", 0.01)
+    monkeypatch.setattr(last_copy, "_is_there", lambda rank: looks.append(rank) or (is_there and len(looks) < 5))
+    monkeypatch.setattr(last_copy.os, "_exit", end)
+    with pytest.raises(Ended):
+        last_copy._end_in_time(1, begin_s + 0.2, [])
+    assert time.monotonic() >= begin_s + 0.2 and len(looks) == (5 if is_there else 1)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_job_waits_for_the_last_copy_of_another_one(quick, tmp_path, monkeypatch, number):
+    """Also a restart of the same job, which would take over any other lease at once; another rank does not wait."""
+    there = tmp_path / "there"
+    monkeypatch.setenv(ATTEMPT, Attempt(job="j").to_json())
+    first = Mirror(str(there), "r")
+    first.close()
+
+    def pipe_file(path: str, text: bytes, mode: str = "overwrite") -> None:
+        """Writes it whole, as a bucket does."""
+        Path(f"{path}.new").write_bytes(text)
+        (os.link if mode == "create" else os.replace)(f"{path}.new", path)
+
+    monkeypatch.setattr(first.store, "pipe_file", pipe_file)
+    holder = lease.Lease(first.store, first.path, first.url, lent=first.lease.lend())
+    holder._check()  # writes it
+    monkeypatch.setenv(ATTEMPT, Attempt(job="j", number=number).to_json())
+    ended = threading.Timer(1.0, holder.release)
+    ended.start()
+    begin_s = time.monotonic()
+    second = Mirror(str(there), "r", same_job=True, expires_s=0.5)  # it is renewed meanwhile
+    assert (time.monotonic() > begin_s + 0.9) == (number == 1)
+    ended.join()
+    second.close()
 
 
 def test_another_rank_of_the_job_goes_on(quick, tmp_path, monkeypatch):
