@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 NO_CLASSES = (
-    "expected samples with integer classes here: train other data with ringtrain.train or ringtrain train, with"
-    " strategy.name ring or mpi-ring, and without --elastic"
+    "expected samples with integer classes: ringtrain.train and ringtrain train take other data"
+    " with strategy.name ring or mpi-ring, and without --elastic"
 )
 
 
