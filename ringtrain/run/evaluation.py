@@ -271,7 +271,7 @@ def _prepared(model: keras.Model, batches: Any, steps: int | None) -> Iterator[d
         yield {}
         return
     model._eval_epoch_iterator = TFEpochIterator(
-        model.distribute_strategy, batches, steps, steps_per_execution=model.steps_per_execution
+        model.distribute_strategy, batches, steps_per_epoch=steps, steps_per_execution=model.steps_per_execution
     )
     try:
         yield {"_use_cached_eval_dataset": True}

@@ -90,8 +90,11 @@ class Prepared(keras.Model):
     """Scales rows in `fit` and `evaluate`, as the tasks of KerasHub do; validation has the rows of `fit`."""
 
     def fit(self, x: Any, y: Any, validation_data: Any, **more: Any) -> Any:
-        held_out, targets = validation_data
-        return super().fit(x / 2, y, validation_data=(held_out / 2, targets), **more)
+        if isinstance(validation_data, tf.data.Dataset):
+            validation_data = validation_data.map(lambda held_out, targets: (held_out / 2, targets))
+        else:
+            validation_data = (validation_data[0] / 2, validation_data[1])
+        return super().fit(x / 2, y, validation_data=validation_data, **more)
 
     def evaluate(self, x: Any = None, y: Any = None, **more: Any) -> Any:
         if not more.get("_use_cached_eval_dataset"):
@@ -107,6 +110,8 @@ def _prepared() -> keras.Model:
 @only(np=2)
 def rows_that_a_fit_prepares_are_evaluated_as_they_are() -> None:
     equals_one_process(_prepared, X, Y, "prepared-in-fit", validation_data=(X[:40], Y[:40]))
+    of_unknown_length = tf.data.Dataset.from_tensor_slices((X[:40], Y[:40])).batch(20).filter(lambda *_: True)
+    equals_one_process(_prepared, X, Y, "prepared-unknown-length", validation_data=of_unknown_length)
 
 
 class Untracked(keras.layers.Layer):
