@@ -67,8 +67,6 @@ def init(*args: Any, **kwargs: Any) -> None:
             f"hvd.init: Horovod runs already, without a process set of ranks {list(*error.args)}: give process_sets to"
             f' the first hvd.init of the process, or process_sets="dynamic" there and hvd.add_process_set here'
         ) from None
-    if not is_running and not elastic():  # an elastic job's server begins anew with each set of ranks
-        forget_addresses()
     teach_keras()
     PROCESS.sockets |= open_sockets() - before
     rank = horovod.rank()
@@ -83,6 +81,8 @@ def init(*args: Any, **kwargs: Any) -> None:
     report_init(rank)
     if not args and not kwargs.get("comm"):  # else the caller wants a subset of the launcher's ranks
         check_local_placement()
+    if not is_running and not elastic():  # an elastic job's server begins anew with each set of ranks
+        forget_addresses()
 
 
 def shutdown() -> None:

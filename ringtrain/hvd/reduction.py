@@ -387,10 +387,10 @@ def joined(tensors: list[tf.Tensor], reduce: Callable[[tf.Tensor], tf.Tensor]) -
 
 
 def _are_unique(rows: tf.Tensor) -> bool:
-    """Whether a graph makes these rows different from each other, as for a dense layer's sparse inputs."""
+    """Returns whether a graph makes these rows different from each other, as for a dense layer's sparse inputs."""
     while not isinstance(rows, tf.__internal__.EagerTensor) and rows.op.inputs:
         if rows.op.type in ("Unique", "UniqueV2"):
-            return True
+            return rows.value_index == 0
         if rows.op.type not in ("Identity", "Reshape", "Cast"):
             return False
         rows = rows.op.inputs[0]

@@ -21,6 +21,14 @@ ASSIGNS = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "Re
 """beginnings of the names of operations that change the variable of their first input"""
 APPLIES = ("ResourceApply", "ResourceSparseApply")
 """of those that change the variables of all of their inputs"""
+REDUCES = (
+    "HorovodAllreduce",
+    "HorovodGroupedAllreduce",
+    "HorovodAllgather",
+    "HorovodGroupedAllgather",
+    "HorovodBroadcast",
+)
+"""of those whose outputs are the same on all ranks"""
 PASSES = ("Identity", "While", "StatelessWhile")
 """operations whose output is the handle that the input in the same place is"""
 FIRST_ARGUMENT = {
@@ -51,21 +59,26 @@ def operations(graph: Any) -> list[str]:
     return [node.op for node in nodes]
 
 
-def changed_by(data: Any, begin: int, variables: Sequence[Any]) -> list[Any]:
-    """Those of the variables to whose new values the data lead, by the graph's operations from number `begin` on.
+def changed_by(data: Any, begin: int, variables: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Returns those of the variables whose new values follow from the data or from other variables.
 
-    Without a graph, all of them.
+    Without a graph, all of them. What ranks have reduced does not count: it is the same on all.
+
+    Args:
+        begin: Number of the graph's first operation that counts.
     """
-    if tf.executing_eagerly():
+    if tf.executing_eagerly() or not variables:
         return [*variables]
     graph: Any = tf.compat.v1.get_default_graph()
     changes = _Changes(graph)
     reached = {leaf.name for leaf in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(leaf)}
     """names of tensors"""
-    changed: set[int] = set()
+    changed = {id(variable.value.handle) for variable in others}
     for operation in graph.get_operations()[begin:]:
         inputs = list(operation.inputs)
         handles = [tensor.dtype == tf.resource for tensor in inputs]
+        if operation.type.startswith(REDUCES):
+            continue
         variables_read = (id(_outermost(graph, tensor)) for tensor in itertools.compress(inputs, handles))
         if any(tensor.name in reached for tensor in inputs) or not changed.isdisjoint(variables_read):
             reached.update(tensor.name for tensor in operation.outputs)

@@ -135,7 +135,7 @@ class Step:
                 logs = self._logs_of(data)
             else:
                 logs = self._inner(data)
-        for variable in [*counted, *own_step.changed_by(data, begin, statistics)]:
+        for variable in [*counted, *own_step.changed_by(data, begin, statistics, counted)]:
             value = tf.where(self.share > 0, variable.value, before[id(variable)])  # type: ignore[operator]
             variable.assign(value)
         if self.has_empty_parts and self.has_own:  # results without the placeholder row

@@ -190,6 +190,7 @@ class Evaluation(keras.callbacks.Callback):
         if self.test.num_readable(shard):
             calls_before = callbacks.num_calls
             # Keras would read data of unknown length to their end, and count the end in the losses of single outputs.
+            # A shard of a stream has as many batches as numbers.
             steps = len(shard) if int(batches.cardinality()) == tf.data.UNKNOWN_CARDINALITY else None
             with _prepared(self.model, batches, steps) as words:
                 logs = evaluated(self.model, batches, callbacks, steps=steps, **words)

@@ -26,6 +26,7 @@ from ringtrain.protocol.json_text import parse_object
 from ringtrain.run.run_folder import LEASE, LEASE_EXPIRES_S
 
 RENEWED_S = 20.0
+LEND_S = 1.0
 POLL_S = 1.0
 LAST_OF = "last_of"
 """key of a lease whose holder makes the last copy of a run, with the number of the job's attempt"""
@@ -134,15 +135,23 @@ class Lease:
         self.on_loss()
 
     def lend(self) -> dict[str, Any]:
-        """Leaves it to the process of the last copy, with its state. This one writes nothing until `take_back`."""
-        with self._is_checked:  # no renewal is under way
-            self.is_lent = True
+        """Leaves it to the process of the last copy, with its state. This one writes nothing until `take_back`.
+
+        Raises:
+            DataError: a renewal takes too long.
+        """
+        if not self._is_checked.acquire(timeout=LEND_S):
+            raise DataError(f"{self.url}: the lease is being renewed for more than {LEND_S:g} s")
+        self.is_lent = True
+        self._is_checked.release()
         self._is_released.set()
         names = ("_token", "_earlier", "_confirmed_s", "_renewals")
         return {name: getattr(self, name) for name in names}
 
     def take_back(self) -> None:
-        """Continues to hold what was lent: the process of the last copy was killed."""
+        """Continues to hold what was lent, if it was: the process of the last copy was killed."""
+        if not self.is_lent:
+            return
         self.is_lent = False
         self._is_released.clear()
         self._keep_it()
@@ -159,6 +168,8 @@ class Lease:
         is_own = _token(first) == self._token  # whose first write was not answered
         if not is_own and not is_same:
             why = f"waiting for up to {expires_s:g} s: if that process is lost, its lease expires"
+            if LAST_OF in facts:
+                why = "waiting until the last copy of the earlier run, which it makes, has ended"
             print(f"ringtrain: {self.url}: in use by {_holder(first)}: {why}", file=sys.stderr, flush=True)
             read_s = begin_s
             expiry_s = begin_s + expires_s

@@ -110,6 +110,7 @@ class Mirror:
         """size and time of each file when it was copied"""
         self._is_busy = self._is_closed = False
         self._last_copy: LastCopy | None = None
+        self._is_last_copy = left is not None
         self._expires_s = expires_s
         if self.has_folders:
             with_retries(
@@ -234,7 +235,8 @@ class Mirror:
     def leave(self, folder: Path, ends_s: float) -> None:
         """Lets a process of its own copy everything, from now on: it continues if this one is killed.
 
-        ends_s: When it exits although not all is copied, if this process is gone; as of time.monotonic().
+        Args:
+            ends_s: Time, by time.monotonic(), until which it may continue then; infinity: for last_copy.ALONE_S.
         """
         from ringtrain.run.last_copy import LOG, LastCopy
 
@@ -243,14 +245,15 @@ class Mirror:
         if self.lease.is_lent or self.lease.is_lost or is_there:
             return
         self._waiting = None  # an earlier one is no more of use
-        there, states, lease = dict(self._there), dict(self._states), self.lease.lend()
-        left = Left(self.url, self.store, self.path, there, states, self._expires_s, lease)
+        there, states = dict(self._there), dict(self._states)
         try:
+            left = Left(self.url, self.store, self.path, there, states, self._expires_s, self.lease.lend())
             self._last_copy = LastCopy(left, folder, ends_s)
-        except Exception as error:  # a store's object that cannot be sent, no memory: this process copies it
+        except Exception as error:  # a slow renewal of the lease, a store's object that cannot be sent, no memory
             self.lease.take_back()
             self.add(folder)
-            print(f"ringtrain: {self.url}: no process for the last copy: {error}", file=sys.stderr, flush=True)
+            text = f"rank 0 makes the last copy itself, without a process for it: {error}"
+            print(f"ringtrain: {self.url}: {text}", file=sys.stderr, flush=True)
         else:
             text = f"{newest} is copied by a process of its own: {folder / LOG}"
             print(f"ringtrain: {self.url}: {text}", file=sys.stderr, flush=True)
@@ -308,6 +311,8 @@ class Mirror:
         atexit.unregister(self.close)
         if self in _open:
             _open.remove(self)
+        if self._last_copy:
+            self._last_copy.abandon()
         self.lease.hand_over()
 
     def summary(self) -> dict[str, Any]:
@@ -342,7 +347,8 @@ class Mirror:
     def _copy(self, folder: Path) -> None:
         begin_s = time.perf_counter()
         self._error = self._failed(lambda: self._copy_new(folder), "it is tried again with the next copy")
-        if not self._error:  # what is left there makes it no less complete
+        # What is left there makes it no less complete. The last copy does not know what is not on this disk yet.
+        if not self._error and not self._is_last_copy:
             self._failed(lambda: self._remove_old(folder), "it stays there, and is removed with a later one")
         self.seconds += time.perf_counter() - begin_s
 
@@ -370,7 +376,7 @@ class Mirror:
         """Copies a checkpoint, from links: the run may remove it before all of it is copied."""
         step = checkpoint.step_of(saved.name)
         name = f"step-{step:08d}-{self.lease.writer}"
-        held = saved.with_name(f"{checkpoint.UNFINISHED}mirror")
+        held = saved.with_name(f"{checkpoint.UNFINISHED}mirror-{os.getpid()}")
         shutil.rmtree(held, ignore_errors=True)
         held.mkdir()
         try:

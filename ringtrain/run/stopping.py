@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 NAMES = {number.name: number for number in SIGNALS}
 TIME_LIMIT = "train.max_time_s"
-GRACE_S = 30.0
-"""for the last copy to a mirror, after a signal, if ranks are gone and their launcher has told of no --grace"""
 
 
 class Signals:
@@ -110,10 +108,15 @@ class StopTogether(keras.callbacks.Callback):
 
     @property
     def grace_ends_s(self) -> float:
-        """When ranks are killed after the signal that ended training, as of time.monotonic(); 0.0: it did not."""
+        """When the launcher kills ranks after the signal that ended training, by time.monotonic(); 0.0: none has.
+
+        Infinity: it sets no time.
+        """
         if self.stopped_by not in NAMES:
             return 0.0
-        return (self.run.signals.received_s or time.monotonic()) + (self.run.attempt.grace_s or GRACE_S)
+        if self.stopped_by != signal.SIGTERM.name or not self.run.attempt.grace_s:
+            return math.inf
+        return (self.run.signals.received_s or time.monotonic()) + self.run.attempt.grace_s
 
     @property
     def ending(self) -> resume.Ending:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -139,13 +141,17 @@ def test_a_process_of_its_own_makes_the_last_copy(tmp_path):
     assert names(30)[0] in steps_in(there / "r") and not (there / "r" / LEASE).exists()
 
 
-def test_a_store_that_cannot_be_sent_to_another_process(tmp_path, capsys):
+def test_a_store_that_cannot_be_sent_to_another_process(tmp_path, monkeypatch, capsys):
+    from fsspec.implementations.local import LocalFileSystem
+
+    class Own(LocalFileSystem):
+        cachable = False
+
     run, there = saved(tmp_path / "r", 10), tmp_path / "there"
+    monkeypatch.setattr(mirror, "store_of", lambda url: (Own(), url))
     copy = Mirror(str(there), "r")
-    copy.store.own = lambda: None
-    copy.store.__class__ = type("Own", (type(copy.store),), {})
     copy.leave(run, time.monotonic() + 60)
-    assert "no process for the last copy" in capsys.readouterr().err
+    assert "makes the last copy itself" in capsys.readouterr().err
     copy.finish(run)
     copy.close()
     assert steps_in(there / "r") == names(10) and not (there / "r" / LEASE).exists()
@@ -156,27 +162,86 @@ def test_an_error_of_the_last_copy_is_that_of_the_run(tmp_path):
     copy = Mirror(str(there), "r")
     (there / "r" / "checkpoints").write_text("no folder")
     copy.leave(run, time.monotonic() + 60)
+    assert copy.lease.is_lent
     with pytest.raises(CheckpointError, match="cannot be written"):
         copy.finish(run)
     copy.close()
     assert copy.failures and not (there / "r" / LEASE).exists()
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_the_last_copy_ends_with_its_rank_and_the_time_to_save(monkeypatch, is_there: bool):
+def test_the_last_copy_removes_nothing_that_is_not_on_this_disk_yet(tmp_path):
+    run, there = saved(tmp_path / "r", 10, 20), tmp_path / "there"
+    first = Mirror(str(there), "r")
+    for step in (10, 20):
+        shutil.rmtree(run / "checkpoints")
+        first.finish(saved(run, step))
+    first.close()
+    second = Mirror(str(there), "r")
+    second.leave(saved(run, 30), time.monotonic() + 60)
+    second.finish(run)
+    second.close()
+    assert {name[:13] for name in steps_in(there / "r")} >= {"step-00000020", "step-00000030"}
+
+
+def test_the_last_copy_begins_while_an_earlier_one_is_under_way(tmp_path, monkeypatch):
+    """Neither removes what the other one reads."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "ring")
+    import gated
+
+    run, gate = saved(tmp_path / "r", 10), tmp_path / "gate"
+    monkeypatch.setattr(mirror, "store_of", lambda url: (gated.Gated(gate=str(gate)), url))
+    copy, is_under_way, goes_on = Mirror(str(tmp_path / "there"), "r"), threading.Event(), threading.Event()
+    put = copy._put
+
+    def late(path: Path, name: str) -> None:
+        is_under_way.set()
+        goes_on.wait(60)
+        put(path, name)
+
+    monkeypatch.setattr(copy, "_put", late)
+    copy.add(run)
+    assert is_under_way.wait(60)
+    copy.leave(saved(run, 20), time.monotonic() + 60)
+    end_s = time.monotonic() + 60
+    while len([*run.glob("checkpoints/.unfinished-mirror*")]) < 2:  # the process waits at the gate
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+    goes_on.set()
+    while copy._is_busy:
+        time.sleep(0.02)
+    gate.touch()
+    copy.finish(run)
+    copy.close()
+    assert names(20)[0] in steps_in(tmp_path / "there" / "r") and copy.failures == []
+
+
+@pytest.mark.parametrize("ends_s", [0.0, math.inf])
+def test_the_last_copy_ends_with_its_rank_and_the_time_to_save(monkeypatch, ends_s: float):
     class Ended(Exception):
         pass
+
+    slept: list[float] = []
 
     def end(code: int) -> None:
         raise Ended
 
-    begin_s, looks = time.monotonic(), []
-    monkeypatch.setattr(last_copy, "LOOK_S", 0.01)
-    monkeypatch.setattr(last_copy, "_is_there", lambda rank: looks.append(rank) or (is_there and len(looks) < 5))
+    rank, other = socket.socketpair()
+    monkeypatch.setattr(last_copy.sys, "stdin", other)
+    monkeypatch.setattr(last_copy.time, "sleep", slept.append)
     monkeypatch.setattr(last_copy.os, "_exit", end)
-    with pytest.raises(Ended):
-        last_copy._end_in_time(1, begin_s + 0.2, [])
-    assert time.monotonic() >= begin_s + 0.2 and len(looks) == (5 if is_there else 1)
+    rank.shutdown(socket.SHUT_WR)  # it waits for the process
+
+    def run() -> None:
+        with pytest.raises(Ended):
+            last_copy._end_in_time(ends_s, [])
+
+    ended = threading.Thread(target=run, daemon=True)
+    ended.start()
+    assert ended.is_alive() and not slept
+    rank.close()
+    ended.join(60)
+    other.close()
+    assert not ended.is_alive() and slept == [last_copy.ALONE_S if ends_s else 0.0]
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -196,13 +261,19 @@ def test_a_job_waits_for_the_last_copy_of_another_one(quick, tmp_path, monkeypat
     holder = lease.Lease(first.store, first.path, first.url, lent=first.lease.lend())
     holder._check()  # writes it
     monkeypatch.setenv(ATTEMPT, Attempt(job="j", number=number).to_json())
-    ended = threading.Timer(1.0, holder.release)
-    ended.start()
-    begin_s = time.monotonic()
-    second = Mirror(str(there), "r", same_job=True, expires_s=0.5)  # it is renewed meanwhile
-    assert (time.monotonic() > begin_s + 0.9) == (number == 1)
-    ended.join()
-    second.close()
+    seconds: list[Mirror] = []
+    start = threading.Thread(
+        target=lambda: seconds.append(Mirror(str(there), "r", same_job=True, expires_s=60)), daemon=True
+    )
+    start.start()
+    if number:
+        start.join(0.5)
+        assert not seconds  # it would be there by now
+        holder.release()
+    start.join(30)
+    assert len(seconds) == 1
+    holder.release()
+    seconds[0].close()
 
 
 def test_another_rank_of_the_job_goes_on(quick, tmp_path, monkeypatch):
