@@ -138,6 +138,18 @@ class Counted(layers.Layer):
         return inputs
 
 
+class Twice(keras.Model):
+    """Updates its weights twice in a step."""
+
+    def train_step(self, data: Any) -> Any:
+        inputs, targets = data
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(inputs, targets, self(inputs, training=True))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return {"loss": loss}
+
+
 def states_that_follow_from_weights_alone_where_a_rank_has_no_rows() -> None:
     """A step changes them on every rank alike; what follows from data stays as it is on a rank without rows."""
 
@@ -149,6 +161,12 @@ def states_that_follow_from_weights_alone_where_a_rank_has_no_rows() -> None:
     few = tf.data.Dataset.from_tensor_slices((X[:1], Y[:1])).batch(1)
     batches = few.concatenate(tf.data.Dataset.from_tensor_slices((X[:64], Y[:64])).batch(32))
     equals_one_process(make, batches, None, "without-rows", batch_size=None)
+
+    def twice() -> keras.Model:
+        inner = make()
+        return compiled(Twice(inner.inputs, inner.outputs))
+
+    equals_one_process(twice, batches, None, "without-rows-twice", logs=False, batch_size=None)
     ours = make(Counted())
     ringtrain.fit(ours, batches, options=options(), epochs=2, verbose=0)
     assert float(ours.layers[1].steps) == 6
