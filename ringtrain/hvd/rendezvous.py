@@ -11,6 +11,7 @@ from urllib.error import HTTPError
 from ringtrain.hvd.backend import horovod
 
 TIMEOUT_S = 10
+MAX_COUNTS = 10
 
 
 def forget_addresses() -> None:
@@ -35,10 +36,13 @@ def forget_addresses() -> None:
 
 
 def _remove(key: str, num_ranks: int) -> None:
-    """Removes the scope of a key: the server does so after as many deletions as the scope has ranks."""
+    """Removes the scope of a key: the server does so after as many deletions as the scope has ranks.
+
+    It begins to count again whenever another scope is complete.
+    """
     client = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not by the user's proxy
     delete = urllib.request.Request(key, method="DELETE")
-    for _ in range(num_ranks):
+    for _ in range(MAX_COUNTS * num_ranks):
         try:
             client.open(key, timeout=TIMEOUT_S).close()
         except HTTPError:

@@ -156,7 +156,8 @@ def compiled_model(
     from ringtrain import hvd
     from ringtrain.optim import optimizers
 
-    _set_dtypes_and_seed(config)
+    set_dtypes(config)  # the data's function may have set others
+    keras.utils.set_random_seed(config.seed)  # the same on all ranks, so that their first weights are
     # The model, and its optimizer: its function may have compiled one. One device may not hold all of it.
     on_host = tf.device("CPU:0") if config.model.split else contextlib.nullcontext()
     with strategy.scope(), on_host:
@@ -204,14 +205,13 @@ def compiled_model(
     return model
 
 
-def _set_dtypes_and_seed(config: Config) -> None:
-    """Sets the dtypes of this process, and the same seed on all ranks, so that their first weights are the same."""
+def set_dtypes(config: Config) -> None:
+    """Sets the dtypes of this process, before data are read: Keras converts them."""
     import keras
 
-    # Of losses and metrics; an earlier run of this process may have had another.
+    # Of data, losses and metrics; an earlier run of this process may have had another.
     keras.config.set_floatx("float64" if config.train.precision == "float64" else "float32")
     keras.config.set_dtype_policy(config.train.precision)
-    keras.utils.set_random_seed(config.seed)
 
 
 def _set_layers(model: keras.Model, config: Config) -> None:
