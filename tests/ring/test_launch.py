@@ -363,8 +363,8 @@ def test_the_last_copy_to_a_mirror_continues_when_a_rank_is_lost(
     os.kill(int((tmp_path / "rank-1").read_text()), signal.SIGKILL)
     code, stderr = started.end()
     assert code == 143 and "state.npz" not in {path.name for path in copied.rglob("*")}, stderr
-    assert (copied / LEASE_FILE).exists()
-    if is_opened:
+    if is_opened:  # else its time may be over by now
+        assert (copied / LEASE_FILE).exists()
         (tmp_path / "gate").touch()
     _wait_until(lambda: not started.alive())
     log = (tmp_path / "r" / "logs" / "last-copy.log").read_text()

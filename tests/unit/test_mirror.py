@@ -133,7 +133,9 @@ def test_a_process_of_its_own_makes_the_last_copy(tmp_path):
     saved(run, 30)
     again.leave(run, time.monotonic() + 60)
     begun = re.compile(r" process (\d+) copies ")
+    end_s = time.monotonic() + 60
     while len(processes := begun.findall((run / last_copy.LOG).read_text())) < 2:
+        assert time.monotonic() < end_s
         time.sleep(0.02)
     os.kill(int(processes[1]), signal.SIGKILL)
     again.finish(run)
@@ -208,6 +210,7 @@ def test_the_last_copy_begins_while_an_earlier_one_is_under_way(tmp_path, monkey
         time.sleep(0.02)
     goes_on.set()
     while copy._is_busy:
+        assert time.monotonic() < end_s
         time.sleep(0.02)
     gate.touch()
     copy.finish(run)
