@@ -31,7 +31,7 @@ GRAPH = "step"
 """phase that the timestamps divide further"""
 SCRIPT = "evaluate"
 """phase in which a script's own loop is between two epochs"""
-BETWEEN_MEASUREMENTS_S = 0.02
+BETWEEN_MEASUREMENTS_S = 0.05
 
 
 class PhaseTracker:

@@ -197,9 +197,17 @@ class Recorder(keras.callbacks.Callback):
         shown = {prefix + name: number for name, number in record.items() if name not in POSITION and is_number(number)}
         self.run.callbacks.trackers.log(self.global_step, record["time_s"], shown)
         with self._disk_may_be_full(), self.summaries.as_default():
-            for name, value in shown.items():
-                tf.summary.scalar(name, value, step=self.global_step)
+            tf.summary.experimental.write_raw_pb(_scalars(shown), step=self.global_step)
         return record
+
+
+def _scalars(numbers: Mapping[str, Any]) -> bytes:
+    """Numbers for TensorBoard, for one operation: one of `tf.summary.scalar` for each takes five times as long."""
+    of_scalars = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"})
+    summary = tf.compat.v1.Summary()
+    for name, number in numbers.items():
+        summary.value.add(tag=name, metadata=of_scalars, tensor=tf.make_tensor_proto(float(number), tf.float32))
+    return summary.SerializeToString()
 
 
 def is_number(value: Any) -> bool:
