@@ -108,6 +108,7 @@ class Run(keras.callbacks.Callback):
             self._shown, run.terminal = run.terminal, console.console_for(1)  # Keras shows the progress
             model._initial_epoch = run.clock.global_step // run.numbers.steps_per_epoch  # as BackupAndRestore does it
             model.make_train_function(force=True)  # an earlier one does not have what watches this run's steps
+            stack.enter_context(run.signals)
             stack.enter_context(train.training(run))
             stack.callback(self._end_after_others())
             self._training = stack.pop_all()
@@ -156,7 +157,7 @@ class Run(keras.callbacks.Callback):
             stop.stopped_by = console.A_CALLBACK
         self._call("on_train_end", logs, after_others=True)
         self._run = None
-        with train.journaled(run):
+        with train.journaled(run), run.signals:
             if run.clock.epoch_complete:
                 run.callbacks.saver.finish()
             else:  # it would not resume within an epoch
@@ -165,7 +166,7 @@ class Run(keras.callbacks.Callback):
             run.terminal = self._shown
             summary, exit_code = train.finish(run)
         self.checksum = summary["checksum"]
-        keras_fit.end_by_signal(exit_code)
+        keras_fit.end_by_signal(exit_code or run.signals.exit_code)
 
     def _end_failed(self) -> None:
         """Ends a run whose `fit` has failed outside this callback, before the next one begins."""

@@ -259,8 +259,9 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     may_be_compiled = not hvd.ranks_reduce() and not process.strategy.shares_state and not config.train.jit
     with script_model.unchanged_afterwards(model, may_be_compiled=may_be_compiled), train.journaled(process):
         run, summary, exit_code = train.to_the_end(process)
-    # A signal has ended all ranks after the same step; the script must not go on as if training were complete.
-    end_by_signal(exit_code)
+    # A signal has ended all ranks after the same step; the script must not go on as if training were complete. A later
+    # one ends it, too, now that the run is complete.
+    end_by_signal(exit_code or process.signals.exit_code)
     # The script gets what `model.fit` returns, and in addition where the run is and what was verified.
     history: Any = source.history
     history.run = Path(process.config.run.directory) / process.config.run.name

@@ -114,6 +114,7 @@ class Loop:
                 return self
             # From here on, the script trains. A rank may hang in code of the script: its main thread is watched, too.
             self._run, self.folder = run, run.folder
+            stack.enter_context(run.signals)
             stack.enter_context(self._during)
             self._during.enter_context(train.training(run))
             self._during.enter_context(self._averaged_by_optimizers(run))
@@ -150,7 +151,7 @@ class Loop:
             self._during.close()
             summary, exit_code = train.finish(run)
         self.checksum = summary["checksum"]
-        keras_fit.end_by_signal(exit_code)
+        keras_fit.end_by_signal(exit_code or run.signals.exit_code)
 
     @contextlib.contextmanager
     def _averaged_by_optimizers(self, run: RunContext) -> Iterator[None]:

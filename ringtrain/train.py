@@ -135,8 +135,9 @@ def _from_agreement(process: Process) -> tuple[RunContext | None, Mapping[str, A
     run = agree(process)
     if not isinstance(run, RunContext):  # the command of a complete run was given again
         return None, run, 0
-    fit(run)
-    summary, exit_code = finish(run)
+    with process.signals:
+        fit(run)
+        summary, exit_code = finish(run)
     return run, summary, exit_code
 
 
@@ -228,7 +229,9 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     stages.done("restored")
     # A complete run stays as it is, but its mirror may lack the last files.
     if summary:
-        _end(process, Path(process.config.run.directory) / process.config.run.name)
+        folder = Path(process.config.run.directory) / process.config.run.name
+        with process.signals:
+            _end(process, folder)
         return summary
     # A wrong state or a reduction that does not average must be seen now, not after hours of training.
     hvd.check_in_sync(job.model)
@@ -302,17 +305,15 @@ def fit(run: RunContext) -> None:
 
 @contextlib.contextmanager
 def training(run: RunContext) -> Iterator[None]:
-    """Context in which a run trains with `run.callbacks`. Collective."""
+    """Context in which a run trains with `run.callbacks`, inside of that of its signals. Collective."""
     from ringtrain import hvd
     from ringtrain.run.callbacks import Callbacks
 
-    config, strategy = run.config, run.strategy
+    config = run.config
     run.started = time.time()
     with contextlib.ExitStack() as stack:
         progress = console.Progress(run.terminal, run.numbers.num_steps, config.train.epochs, log_capture.to_log)
         stack.enter_context(progress)
-        if not strategy.ranks_change:  # there, signals are handled from one agreement of the ranks to the next
-            stack.enter_context(run.signals)
         if run.monitor:
             stack.enter_context(step_monitor.monitored(run, run.monitor))
         run.callbacks = Callbacks(run, progress)
@@ -329,8 +330,10 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     """Compares the ranks once more, and writes the run's results. Returns the summary and the exit code."""
     from ringtrain.run import tracking
 
-    # Results: the ranks are compared a last time, and rank 0 exports the model.
     stop, strategy = run.callbacks.stop, run.strategy
+    if run.rank == 0 and not stop.exit_code:
+        run.signals.note = f"ringtrain: {run.folder}: training is over: results and mirror are completed first"
+    # Results: the ranks are compared a last time, and rank 0 exports the model.
     with run.callbacks.trackers:
         mirrored = {"mirror": run.lock.mirror.summary()} if run.lock.mirror else {}
         copies = {"memory_copies": run.memory.facts} if run.memory else {}

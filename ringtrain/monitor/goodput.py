@@ -161,7 +161,8 @@ class Reader:
         if isinstance(step, int):
             attempt.last_step = max(attempt.last_step, step)
         attempt.num_saves += event["event"] == "save"
-        attempt.has_ended = event["event"] in STOPPED
+        if event["event"] != "signal":  # one may come when all is written
+            attempt.has_ended = event["event"] in STOPPED
 
     @property
     def attempt(self) -> Attempt:

@@ -36,7 +36,10 @@ TIME_LIMIT = "train.max_time_s"
 
 
 class Signals:
-    """Records the first of SIGTERM, SIGINT and SIGUSR1; a SIGINT after it ends the process at once."""
+    """Records the first of SIGTERM, SIGINT and SIGUSR1; a SIGINT after it ends the process at once.
+
+    A context, also within itself. Until the outermost one ends, no other signal of these ends the process.
+    """
 
     def __init__(self, journal: Journal) -> None:
         self.received = 0
@@ -44,20 +47,34 @@ class Signals:
         """time.monotonic() of it"""
         self.journal = journal
         self._before: dict[signal.Signals, Any] = {}
+        self.note = ""
+        """for whoever has sent a signal"""
+        self._depth = 0
 
     def __enter__(self) -> Signals:
-        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        if not self._depth:
+            self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        self._depth += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._depth -= 1
+        if not self._depth:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the number of the signal that was received; 0: none was."""
+        return 128 + self.received if self.received else 0
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.received:
             os._exit(128 + number)
         if not self.received:
             self.received, self.received_s = number, time.monotonic()
+            if self.note:  # not by `print`, which it may interrupt
+                os.write(2, f"{self.note}\n".encode())
         self.journal.write("signal", signal=signal.Signals(number).name)
 
 

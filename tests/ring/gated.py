@@ -49,3 +49,11 @@ def main() -> None:
     else:
         time.sleep(60)
     sys.exit(143)
+
+
+def train() -> None:
+    """The command that trains, with a mirror in this store."""
+    from ringtrain import train
+
+    mirror.store_of = lambda url: (Gated(gate=sys.argv[2]), url)
+    sys.exit(train.main(sys.argv[3:]))

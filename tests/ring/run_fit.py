@@ -697,6 +697,26 @@ def a_signal_saves_and_ends_all() -> None:
 
 
 @only(np=2)
+def a_signal_after_the_last_step_ends_a_complete_run() -> None:
+    """The script ends when its results are there. The same script then goes on."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    model, arguments = _resumable(), {"batch_size": 32, "epochs": 1, "verbose": 0, "options": options()}
+    ends = keras.callbacks.LambdaCallback(on_train_end=lambda logs: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        ringtrain.fit(model, X, Y, name="ended-late", callbacks=[ends], **arguments)
+    except SystemExit as end:
+        assert end.code == 143
+    else:
+        raise AssertionError("not ended")
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    again = _resumable()
+    history = ringtrain.fit(again, X, Y, name="ended-late", **arguments)
+    summary = json.loads((history.run / "summary.json").read_text())
+    assert summary["stopped_by"] == "" and (history.run / "model.keras").exists()
+    assert distance(again, model) == 0
+
+
+@only(np=2)
 def a_loss_of_nan_is_named() -> None:
     y = Y.copy()
     y[-1] = np.nan  # in the last batch, on the last rank that has a row of it

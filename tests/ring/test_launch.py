@@ -20,6 +20,7 @@ from pathlib import Path
 import launching
 import pytest
 
+from ringtrain.monitor import journal
 from ringtrain.protocol.env import LEASE
 from ringtrain.run.run_folder import LEASE as LEASE_FILE
 
@@ -373,6 +374,30 @@ def test_the_last_copy_to_a_mirror_continues_when_a_rank_is_lost(
     assert (
         "all is copied; complete checkpoints there: 7" if is_opened else "(--grace); complete checkpoints there: none"
     ) in log
+
+
+def test_a_signal_after_the_last_step_lets_the_run_be_completed(launch, tmp_path: Path) -> None:
+    """Here while the mirror is completed."""
+    pytest.importorskip("fsspec")
+    begin = "import sys; sys.path.insert(0, sys.argv[1]); import gated; gated.train()"
+    run, copied, gate = tmp_path / "runs" / "r", tmp_path / "there" / "r", tmp_path / "gate"
+    options = ["--data.name", "digits", "--train.epochs", "1", "--run.name", "r", "--run.directory", run.parent]
+    words = python(begin, Path(__file__).parent, gate, *options, "--run.mirror", copied.parent)
+    started = launch(*ringtrain("--grace", "120", "--", *words))
+    _wait_until(lambda: "end" in _events(run, 1) or started.process.poll() is not None)
+    started.process.send_signal(signal.SIGTERM)
+    _wait_until(lambda: "signal" in _events(run, 0) or started.process.poll() is not None)
+    gate.touch()
+    code, stderr = started.end()
+    assert code == 0 and "training is over: results and mirror are completed first" in stderr, stderr
+    assert [path.parent.name[:13] for path in copied.rglob("manifest.json")] == ["step-00000022"]
+    assert json.loads((copied / "summary.json").read_text())["stopped_by"] == ""
+    assert (copied / "model.keras").exists() and not (copied / LEASE_FILE).exists()
+
+
+def _events(run: Path, rank: int) -> set[str]:
+    """Kinds of the events in the journal of a rank."""
+    return {event["event"] for event in journal.read(run) if event["rank"] == rank}
 
 
 def test_a_rank_may_save_for_the_whole_grace_beside_one_that_does_not_catch_the_signal(launch, tmp_path: Path) -> None:
