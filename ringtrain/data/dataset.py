@@ -56,6 +56,15 @@ class Split:
     def begin_evaluation(self, number: int, num_shards: int) -> None:
         """Prepares an evaluation, counted from 0, of which a rank reads so many shards. Rows have one order for all."""
 
+    def pass_over(self, num_evaluations: int, num_shards: int) -> None:
+        """Takes the orders of shuffles, which other data may share, that earlier processes have evaluated."""
+
+    def pass_over_shards(self, number: int) -> None:
+        """Takes the next orders of shuffles, as an evaluation of so many shards with samples does."""
+
+    def end_epoch(self, epoch: int) -> None:
+        """Takes the orders of shuffles that Keras takes at the end of an epoch of training, before its evaluation."""
+
     def checksum(self) -> int:
         """Checksum by which ranks compare their data; without one, the number of samples."""
         return len(self)

@@ -78,6 +78,11 @@ def caches_in_file(dataset: tf.data.Dataset) -> bool:
     return any(map(caches_in_file, dataset._inputs()))
 
 
+def has_cache(dataset: tf.data.Dataset) -> bool:
+    """Returns whether a pipeline has a `cache`."""
+    return type(dataset).__name__ == "CacheDataset" or any(map(has_cache, dataset._inputs()))
+
+
 def random_operations(dataset: tf.data.Dataset) -> tuple[list[RandomOperation], int]:
     """Parts of a pipeline that may differ between processes, and a checksum of the variables that it reads."""
     try:

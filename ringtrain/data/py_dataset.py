@@ -35,6 +35,7 @@ class PyDatasetStream(Stream):
     """
 
     on_resume = "nothing is read again"
+    _unread_per_epoch = 0
 
     def __init__(
         self, source: keras.utils.PyDataset, class_weight: Any, shuffle: bool, seed: int, take: int | None = None

@@ -162,11 +162,7 @@ class Stream(Split):
             if epoch < self._num_begun:  # once more, in place of an iterator that is not read
                 self._num_unread += 1
             self._pass_over(epoch - self._num_begun, rows)  # first: a cache keeps the order of its first iteration
-            num_unread = self._unread_per_epoch * epoch
-            shuffled = self.division.rows if self.division else self.dataset
-            for _ in range(num_unread - self._num_unread):
-                iter(shuffled)
-            self._num_unread = max(num_unread, self._num_unread)
+            self._make_unread(epoch)
             self._num_begun = max(epoch + 1, self._num_begun)
         batches = iter(rows)
         for number in range(skipped):
@@ -179,14 +175,35 @@ class Stream(Split):
         self._open = batches if self.is_endless else None
         return batches
 
+    def end_epoch(self, epoch: int) -> None:
+        if not self.is_endless:
+            self._make_unread(epoch + 1)
+
+    def _make_unread(self, num_epochs: int) -> None:
+        """Makes the iterators that Keras has made, and not read, by the end of so many epochs."""
+        number = self._unread_per_epoch * num_epochs
+        shuffled = self.division.rows if self.division else self.dataset
+        for _ in range(number - self._num_unread):
+            iter(shuffled)
+        self._num_unread = max(number, self._num_unread)
+
     def begin_evaluation(self, number: int, num_shards: int) -> None:
-        """Gives the shuffles their order in an evaluation, counted from 0, of which a rank reads so many shards."""
-        missing = number * num_shards - self._num_begun
-        self._pass_over(missing, self.dataset)
-        if not self.is_cut and int(self.dataset.cardinality()) >= 0:
-            for _ in range(missing):
-                iter(self.dataset)  # Keras' second one, see `part`
+        self.pass_over(number, num_shards)
         self._num_begun = max((number + 1) * num_shards, self._num_begun)
+
+    def pass_over(self, num_evaluations: int, num_shards: int) -> None:
+        # A cache keeps its first order once all is read: on every rank, or their next orders would not be one.
+        if not self._num_begun and not self.is_cut and pipeline_graph.has_cache(self.dataset):
+            for _ in self.dataset:
+                _advance()
+        self.pass_over_shards(num_evaluations * num_shards - self._num_begun)
+        self._num_begun = max(num_evaluations * num_shards, self._num_begun)
+
+    def pass_over_shards(self, number: int) -> None:
+        self._pass_over(number, self.dataset)
+        if not self.is_cut and int(self.dataset.cardinality()) >= 0:
+            for _ in range(number):
+                iter(self.dataset)  # Keras' second one, see `part`
 
     def _pass_over(self, missing: int, rows: tf.data.Dataset) -> None:
         """Lets the shuffles take their orders in so many iterations of `rows`, which another process has made."""

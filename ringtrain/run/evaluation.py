@@ -56,6 +56,11 @@ class Evaluation(keras.callbacks.Callback):
         self.evaluated_logs: dict[str, Any] | None = None
         """of this rank's last evaluation; None: it had no samples"""
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        num_before = sum(map(self.run.validation.is_due, range(self.run.clock.epoch)))
+        if num_before and self.batches:
+            self.test.pass_over(num_before, len(self.batches))
+
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Sets metrics that `reset_state` leaves alone back to this rank's own state, or the sum would count again."""
         keys = [id(variable) for variable in self.model.metrics_variables]
@@ -104,6 +109,7 @@ class Evaluation(keras.callbacks.Callback):
         begin_s = time.perf_counter()
         self.evaluated_logs = None
         num_before = sum(map(self.run.validation.is_due, range(epoch)))
+        self.run.data_set.train.end_epoch(epoch)
         self.test.begin_evaluation(num_before, len(self.batches))
         parts = hvd.run_together(self._evaluate_shards, of_script=True)
         num_samples = sum(map(self.test.num_readable, self.shards))
@@ -199,6 +205,7 @@ class Evaluation(keras.callbacks.Callback):
                 callbacks.logs = logs
                 self.evaluated_logs = {name: (metric_of.get(name, ""), value) for name, value in logs.items()}
         else:
+            self.test.pass_over_shards(1)
             self.model.reset_metrics()
         return states_of_metrics(self.model)
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import keras
 import numpy as np
 import tensorflow as tf
-from fit_alike import CLASSES, OUTPUT, SEQUENCES, KillAfter, Killed, X, Y, compiled, dense, distance, options
+from fit_alike import CLASSES, OUTPUT, SAME, SEQUENCES, KillAfter, Killed, X, Y, compiled, dense, distance, options
 from only import only
 
 import ringtrain
@@ -192,6 +192,7 @@ def validation_of_the_first_batches_has_the_rows_of_keras() -> None:
         "shuffled": lambda: rows.shuffle(32, seed=1).batch(4),
         "twice": lambda: rows.shuffle(8, seed=1).batch(4).unbatch().shuffle(9, seed=2).batch(4),
         "repeated": lambda: rows.shuffle(32, seed=1).repeat(2).batch(4),
+        "cached": lambda: rows.shuffle(32, seed=1).batch(4).cache(),
         "py": _FromBegin,
     }
     for name, make in kinds.items():
@@ -200,6 +201,57 @@ def validation_of_the_first_batches_has_the_rows_of_keras() -> None:
         history = ringtrain.fit(ours, X, Y, validation_data=make(), options=options(), **given)
         expected = reference.fit(X, Y, validation_data=make(), **given)
         np.testing.assert_allclose(history.history["val_loss"], expected.history["val_loss"], rtol=1e-6, err_msg=name)
+
+
+@only(np=2)
+def each_evaluation_has_all_rows_of_a_cache() -> None:
+    """Which keeps the order of a shuffle before it, once it is read to its end; also where a run was killed."""
+    rows = tf.data.Dataset.from_tensor_slices((X[:32] * np.arange(1, 33)[:, None], Y[:32]))
+    kinds: dict[str, Callable[[], Any]] = {
+        "after": lambda: rows.batch(4).shuffle(8, seed=1).prefetch(2).cache(),
+        "before": lambda: rows.batch(4).cache().shuffle(8, seed=1),
+        "unknown": lambda: rows.batch(4).shuffle(8, seed=1).filter(lambda x, y: True).cache(),
+    }
+    for name, make in kinds.items():
+
+        def train(name: str, *callbacks: Any, make: Any = make) -> Any:
+            model = compiled(dense())  # first: it sets the global seed, which shuffles have a part of
+            more = SAME | {"epochs": 4, "validation_data": make(), "callbacks": callbacks}
+            history: Any = ringtrain.fit(model, X, Y, name=f"cached-{name}", options=options(), **more)
+            return history.history
+
+        whole = train(f"{name}-whole")
+        expected = compiled(dense()).fit(X, Y, **(SAME | {"epochs": 4, "validation_data": make()}))
+        np.testing.assert_allclose(whole["val_loss"], expected.history["val_loss"], rtol=1e-6, err_msg=name)
+        with contextlib.suppress(Killed):
+            train(name, KillAfter(9))
+            raise AssertionError("not killed")
+        assert train(name) == whole, name
+
+
+@only(np=2)
+def training_and_validation_data_share_a_shuffle() -> None:
+    """A rank without a validation batch takes its orders, too."""
+
+    def parts() -> dict[str, Any]:
+        rows = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(100, seed=3)
+        return SAME | {"x": rows.take(80).batch(32), "validation_data": rows.skip(80).batch(32), "batch_size": None}
+
+    def train(name: str, *callbacks: Any) -> Any:
+        model = compiled(dense())
+        history: Any = ringtrain.fit(model, name=name, callbacks=callbacks, options=options(), **parts())
+        return model, history.history
+
+    ours, history = train("shared-shuffle-whole")
+    reference = compiled(dense())
+    expected = reference.fit(**parts())
+    assert distance(ours, reference) < 1e-10
+    np.testing.assert_allclose(history["val_loss"], expected.history["val_loss"], rtol=1e-6)
+    with contextlib.suppress(Killed):
+        train("shared-shuffle", KillAfter(7))
+        raise AssertionError("not killed")
+    resumed, again = train("shared-shuffle")
+    assert distance(resumed, ours) == 0 and again == history
 
 
 @only(np=2)
