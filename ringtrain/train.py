@@ -292,6 +292,8 @@ def _open_journal(process: Process, opening: Opening, hosts: Sequence[str]) -> N
         moments = process.stages.moments
         begun_s = moments["process" if process.is_first else "python"]
         facts |= {"hosts": hosts, "begun_s": begun_s, "restore_s": moments["restored"] - moments["model"]}
+        if process.is_first:
+            facts["launched_s"] = process.attempt.launched_s
     process.journal.write(opening.event, **facts)
 
 

@@ -168,7 +168,8 @@ def run_attempts(work: Launch) -> int:
 def _run_attempts(work: Launch, standby: Standby) -> int:
     options, answer_timeout_s = work.options, float("inf")
     restarts = restart.Restarts(work.hosts, work.num_ranks, options)
-    attempt = Attempt(num_ranks=work.num_ranks, job=uuid.uuid4().hex, grace_s=options.grace)
+    job = uuid.uuid4().hex
+    attempt = Attempt(num_ranks=work.num_ranks, job=job, grace_s=options.grace, launched_s=time.time())
     while True:
         used = restarts.hosts
         now = work.job_on(used, attempt, restarts.num_ranks)

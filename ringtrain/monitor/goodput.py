@@ -63,7 +63,8 @@ class Goodput:
     """Time of a run.
 
     Attributes:
-        seconds: By part; see PARTS. They add up to the time from the first process to the last entry.
+        seconds: By part; see PARTS. They add up to the time from the launch, else from the first process, to the last
+            entry.
         attempts: In order.
     """
 
@@ -176,11 +177,20 @@ class Reader:
     def _begin(self, event: Event) -> None:
         """Adds the time from the last attempt to the first event of the next one."""
         begun_s = _number(event.get("begun_s")) or event["time_s"]
+        launched_s = _number(event.get("launched_s"))
+        is_restart = bool(event.get("run_start"))
         if self.result.attempts:
-            part = "restart" if event.get("run_start") else "away"
-            self.result.seconds[part] += max(0.0, begun_s - self.attempt.last_s)
-            begun_s = max(begun_s, self.attempt.last_s)
+            last_s = self.attempt.last_s
+            if not launched_s and not is_restart:
+                launched_s = begun_s
+            # A launch may have lost attempts that have no entry.
+            launched_s = min(max(launched_s, last_s), max(begun_s, last_s))
+            begun_s = max(begun_s, last_s)
+            self.result.seconds["away"] += launched_s - last_s
             self._go_back_to(event)
+        else:
+            launched_s = min(launched_s or begun_s, begun_s)
+        self.result.seconds["restart" if is_restart else "start"] += begun_s - launched_s
         num_hosts = 1
         hosts = event.get("hosts")
         if isinstance(hosts, list) and hosts:

@@ -27,6 +27,8 @@ class Attempt:
     """ID that all attempts of a job have in common; "": no launcher has started it"""
     grace_s: float = 0.0
     """seconds after a signal at which the launcher kills the ranks (--grace); 0: not known"""
+    launched_s: float = 0.0
+    """Unix time at which the job was launched, before its first attempt; 0: not known"""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -39,7 +41,14 @@ class Attempt:
             causes = tuple(str(cause) for cause in fields.get("causes", ()))
             number, num_ranks = int(fields.get("number", 0)), int(fields.get("num_ranks", 0))
             run_name, job = str(fields.get("run_name", "")), str(fields.get("job", ""))
-            grace_s = float(fields.get("grace_s", 0.0))
-            return cls(number=number, causes=causes, run_name=run_name, num_ranks=num_ranks, job=job, grace_s=grace_s)
+            return cls(
+                number=number,
+                causes=causes,
+                run_name=run_name,
+                num_ranks=num_ranks,
+                job=job,
+                grace_s=float(fields.get("grace_s", 0.0)),
+                launched_s=float(fields.get("launched_s", 0.0)),
+            )
         except INVALID:
             return cls()

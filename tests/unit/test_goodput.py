@@ -77,6 +77,23 @@ def test_parts_of_a_run_that_was_killed_and_launched_again():
     assert found.best_interval_s == pytest.approx(math.sqrt(2 * 1.0 * 124 / 1))
 
 
+def test_attempts_without_an_entry_count_since_their_launch():
+    """They ended before the run had a folder, or before they opened its journal."""
+    events = [
+        event("start", 110.0, {}, begun_s=100.0, launched_s=60.0, run_start=1, global_step=0),
+        event("end", 120.0, {}, global_step=0),
+        event("start", 510.0, {}, 2, begun_s=500.0, launched_s=420.0, run_start=2, global_step=0),
+        event("end", 520.0, {}, 2, global_step=0),
+        event("start", 540.0, {}, 3, begun_s=535.0, launched_s=420.0, run_start=3, global_step=0),
+        event("start", 560.0, {}, 4, begun_s=556.0, launched_s=555.0, run_start=0, global_step=0),
+    ]
+    found = goodput.of(events)
+    assert found is not None
+    assert found.total_s == pytest.approx(560 - 60)
+    assert found.seconds["restart"] == pytest.approx(40 + 80 + 15)
+    assert found.seconds["away"] == pytest.approx(300 + 15)
+
+
 def test_ranks_that_change_are_a_part():
     events = [
         event("start", 10.0, {"start": 5.0}, begun_s=5.0, global_step=0),
@@ -138,6 +155,7 @@ NUMBERS = st.floats(-1e6, 1e6) | st.just(math.nan) | st.just(math.inf) | st.none
                 "global_step": st.integers(0, 50),
                 "run_start": st.integers(0, 1),
                 "begun_s": NUMBERS,
+                "launched_s": NUMBERS,
                 "restore_s": NUMBERS,
                 "resumed_from": st.sampled_from(["", "c"]),
                 "hosts": st.lists(st.sampled_from(["a", "b", {}])) | st.none(),
@@ -154,6 +172,9 @@ def test_parts_add_up_to_the_clock_and_none_is_negative(events):
     assert all(seconds >= -1e-6 for seconds in found.seconds.values())
     assert 0 <= found.share <= 1 + 1e-9
     first = found.attempts[0].begun_s
+    launched_s = goodput._number(next(one for one in events if one["event"] == "start").get("launched_s"))
+    if launched_s:
+        first = min(first, launched_s)
     latest_s = max(attempt.last_s for attempt in found.attempts)
     assert found.total_s == pytest.approx(latest_s - first, abs=1e-3)
 

@@ -24,6 +24,7 @@ ABOUT = (
     "start_s",
     "global_step",
     "begun_s",
+    "launched_s",
     "restore_s",
     "spent_s",
     "of_steps_s",
