@@ -122,7 +122,7 @@ class Loop:
                 run.step_timer.script = hvd.monitoring.MainThread()
             run.fingerprint = self._fingerprint_of_batches
             self._training = loop.Training(run)
-            self._epochs = self._training.epochs()
+            self._epochs = self._training.epochs(finalizes=False)
             self._around = stack.pop_all()
         return self
 

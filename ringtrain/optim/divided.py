@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -65,6 +66,8 @@ class Comparison:
     """of the mean of the halves' gradients from that of the whole batch, if it is more than rounding"""
     metrics: metric_states.StateKinds | None = None
     """what was seen of metrics"""
+    constants: int = 0
+    """checksum of the numbers in the step that are no variables, as of an array that a layer keeps"""
     error: str = ""
     """why gradients were not compared"""
 
@@ -174,6 +177,7 @@ def _compare(model: keras.Model, batch: Any, rows: Rows | None, comparison: Comp
         spec = tf.nest.map_structure(_with_any_rows, batch)
         with train_step.inlined_functions():
             traced = tf.function(step, autograph=False).get_concrete_function(spec)
+    comparison.constants = _checksum_of_constants(traced.graph)
     if STATEFUL & set(own_step.operations(traced.graph)):
         comparison.draws_by_tensorflow = noise.mixes = True
     if noise.mixes:
@@ -190,6 +194,17 @@ def _compare(model: keras.Model, batch: Any, rows: Rows | None, comparison: Comp
         tolerance = TOLERANCE_16_BITS
     if distance > tolerance:
         comparison.distance = distance
+
+
+def _checksum_of_constants(graph: Any) -> int:
+    contents = []
+    for operation in graph.get_operations():
+        if operation.type == "Const":
+            contents.append(operation.get_attr("value").SerializeToString())
+    for tensor, _ in graph.captures:
+        if tensor.dtype not in (tf.resource, tf.variant):
+            contents.append(np.asarray(tensor).tobytes())
+    return zlib.crc32(b"".join(sorted(contents)))
 
 
 def _gradients(model: keras.Model, traced: Any, halves: _Halves, rows: Rows, comparison: Comparison) -> list[list[Any]]:

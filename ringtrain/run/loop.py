@@ -54,10 +54,13 @@ class Training:
         self.run, self.callbacks = run, CallbacksOfRun(run)
         self.step_logs: Mapping[str, Any] = {}
 
-    def epochs(self) -> Iterator[tuple[int, range]]:
+    def epochs(self, finalizes: bool = True) -> Iterator[tuple[int, range]]:
         """Yields each epoch with the numbers of the steps that are left of it, which are made before the next one.
 
         The callbacks of a run that was complete are called as well: they set its last weights.
+
+        Args:
+            finalizes: Whether optimizers that average weights put the averages in place, as at the end of Keras' `fit`.
         """
         run = self.run
         model, clock = run.model, run.clock
@@ -84,7 +87,7 @@ class Training:
         # a kill, must not begin with the weights that averages and callbacks now put in its place.
         run.callbacks.saver.finish()
         clock.keep_state()
-        for optimizer in hvd.optimizers_of(model):
+        for optimizer in hvd.optimizers_of(model) if finalizes else ():
             optimizer.finalize_variable_values(innermost(optimizer)._trainable_variables)
         self.callbacks.on_train_end(logs)
 

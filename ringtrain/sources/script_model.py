@@ -96,7 +96,7 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
         return unlike
     if hvd.size() == 1:
         return []
-    return unlike_one_process(model, batch, rows)
+    return unlike_one_process(model, batch, rows, of_ranks=True)
 
 
 def _note_untracked(process: Process, model: keras.Model) -> None:

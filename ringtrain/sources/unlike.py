@@ -15,7 +15,9 @@ OF_A_WHOLE_BATCH = ("dice", "tversky", "circle")
 """Keras' losses that are no mean over rows"""
 
 
-def unlike_one_process(model: keras.Model, batch: Any, rows: Rows | None, of_virtual_ranks: bool = False) -> list[str]:
+def unlike_one_process(
+    model: keras.Model, batch: Any, rows: Rows | None, of_virtual_ranks: bool = False, of_ranks: bool = False
+) -> list[str]:
     """Parts of a built model whose results on several ranks are not those of one process, a phrase each.
 
     Args:
@@ -23,6 +25,7 @@ def unlike_one_process(model: keras.Model, batch: Any, rows: Rows | None, of_vir
         rows: None: gradients and metrics are tested with made-up rows.
         of_virtual_ranks: One process trains the parts of as many virtual ranks, with the same statistics and random
             numbers for each.
+        of_ranks: Whether all ranks call this together, and compare what they have seen.
     """
     is_made_up = rows is None
     if rows is None:
@@ -31,6 +34,11 @@ def unlike_one_process(model: keras.Model, batch: Any, rows: Rows | None, of_vir
     if not is_known or (hvd.seeds(model) and not of_virtual_ranks):
         seen = divided.compare(model, batch, rows)
     found = [] if of_virtual_ranks else _of_each_rank(model, seen)
+    if of_ranks and len(set(hvd.allgather_object(seen.constants, name="ringtrain_constants"))) > 1:
+        found.append(
+            "each rank has other numbers in layers or losses that are no weights, such as arrays of NumPy: call"
+            " keras.utils.set_random_seed first"
+        )
     rank = "virtual rank" if of_virtual_ranks else "rank"
     names = [loss.name for loss in compiled_losses(model) if _function_of(loss.loss) in OF_A_WHOLE_BATCH]
     if names:

@@ -43,7 +43,7 @@ def _step(model: keras.Model, optimizer: Any, metric: Any, wrap: Any = lambda ta
 
 
 def _parts() -> tuple[keras.Model, Any, Any]:
-    return dense(), keras.optimizers.Adam(0.01), keras.metrics.MeanAbsoluteError("mae")
+    return dense(), keras.optimizers.Adam(0.01, use_ema=True), keras.metrics.MeanAbsoluteError("mae")
 
 
 def _begun(name: str, model: Any, optimizer: Any, metrics: Any = (), **more: Any) -> Any:

@@ -399,3 +399,26 @@ def a_number_of_rows_that_a_step_takes_for_granted() -> None:
         assert "part of the first axis" in "".join(error.__notes__)
     else:
         raise AssertionError("trained other shapes")
+
+
+class _Keeps(keras.layers.Layer):
+    """A layer with numbers that are no weight, by another seed on each rank or the same."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.numbers = np.random.default_rng(seed).normal(size=6)
+
+    def call(self, inputs: Any) -> Any:
+        return inputs * self.numbers
+
+
+@only(np=2)
+def numbers_that_no_rank_shares_are_named() -> None:
+    """As of NumPy without a seed: each rank would train another model."""
+    for name, seed in {"shared": 1, "own": hvd.rank()}.items():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((6,)), _Keeps(seed), keras.layers.Dense(3)])
+        history: Any = ringtrain.fit(compiled(model), X, Y, name=f"numbers-{name}", options=options(), **SAME)
+        summary = json.loads((history.run / "summary.json").read_text())
+        is_named = "other numbers in layers or losses" in str(summary["unlike_one_process"])
+        assert is_named == (name == "own"), summary["unlike_one_process"]
