@@ -6,9 +6,11 @@ same unless the optimizer is distributed or, for the choice of XLA, there are se
 
 from __future__ import annotations
 
+import inspect
 import sys
 import zlib
 from collections.abc import Mapping
+from types import FunctionType
 from typing import Any
 
 import keras
@@ -207,15 +209,23 @@ def layers_of(model: keras.Model) -> list[keras.Layer]:
 
 
 def untracked_variables(model: keras.Model) -> dict[str, Any]:
-    """Variables of TensorFlow and Keras in attributes of a model, its layers and losses, that Keras does not track."""
+    """Variables of TensorFlow and Keras that a model, its layers or its losses use, and Keras does not track."""
     known = {id(variable) for variable in (*model.variables, *slots_of(model))}
     losses = [entry.loss for entry in compiled_losses(model)]
-    found: dict[str, Any] = {}
+    used: dict[str, Any] = {}
     for owner in (*layers_of(model), *losses):
-        for name, value in getattr(owner, "__dict__", {}).items():
-            is_variable = isinstance(value, tf.Variable | keras.Variable)
-            if is_variable and id(value) not in known and not name.startswith("_"):
-                found.setdefault(f"{type(owner).__name__}.{name}", value)
+        values = dict(getattr(owner, "__dict__", {}))
+        used |= {f"{type(owner).__name__}.{name}": value for name, value in values.items() if name[0] != "_"}
+        methods = [getattr(type(owner), name, None) for name in ("call", "compute_loss", "train_step")]
+        for function in (*values.values(), *methods):
+            if isinstance(function, FunctionType) and not function.__module__.startswith("keras."):
+                outside = inspect.getclosurevars(function)
+                around = {**outside.globals, **outside.nonlocals}
+                used |= {f"{function.__name__}: {name}": value for name, value in around.items()}
+    found: dict[str, Any] = {}
+    for name, value in used.items():
+        if isinstance(value, tf.Variable | keras.Variable) and id(value) not in known:
+            found[name] = value
     return found
 
 

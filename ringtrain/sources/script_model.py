@@ -109,7 +109,7 @@ def _note_untracked(process: Process, model: keras.Model) -> None:
     if hvd.rank() == 0:
         text = (
             f"{', '.join(found)}: Keras does not track this variable: ranks do not compare it, and a resumed run begins"
-            " with its first value: make it by add_weight of a layer or the model"
+            " with its first value: make it an attribute of the model, or by add_weight"
         )
         print(f"ringtrain: {text}", file=sys.stderr, flush=True)
 

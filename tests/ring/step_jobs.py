@@ -148,6 +148,13 @@ def what_keras_does_not_track() -> None:
     model = compiled(dense(Untracked()), metrics=[Listed()], run_eagerly=True)
     history: Any = ringtrain.fit(model, X, Y, name="untracked", options=options(), **SAME)
     assert float(model.layers[1].shift.numpy()) == 0.0
+    scale = keras.Variable(1.0 + hvd.rank(), trainable=False)
+
+    def scaled(targets: Any, outputs: Any) -> Any:
+        return keras.losses.mean_squared_error(targets, outputs) * keras.ops.cast(scale, outputs.dtype)
+
+    ringtrain.fit(compiled(dense(), scaled), X, Y, options=options(), **SAME)
+    assert float(scale) == 1.0
     summary = json.loads((history.run / "summary.json").read_text())
     assert any("listed" in text for text in summary["unlike_one_process"]), summary["unlike_one_process"]
 
