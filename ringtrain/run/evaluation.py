@@ -57,9 +57,14 @@ class Evaluation(keras.callbacks.Callback):
         """of this rank's last evaluation; None: it had no samples"""
 
     def on_train_begin(self, logs: Any = None) -> None:
-        num_before = sum(map(self.run.validation.is_due, range(self.run.clock.epoch)))
-        if num_before and self.batches:
+        """Lets shuffles, which training data may share, take the orders of earlier evaluations before any of theirs."""
+        num_before = self._num_before(self.run.clock.epoch)
+        if num_before:
             self.test.pass_over(num_before, len(self.batches))
+
+    def _num_before(self, epoch: int) -> int:
+        """Number of evaluations of the run before an epoch."""
+        return sum(map(self.run.validation.is_due, range(self.run.start.initial_epoch, epoch)))
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Sets metrics that `reset_state` leaves alone back to this rank's own state, or the sum would count again."""
@@ -108,9 +113,8 @@ class Evaluation(keras.callbacks.Callback):
             return
         begin_s = time.perf_counter()
         self.evaluated_logs = None
-        num_before = sum(map(self.run.validation.is_due, range(epoch)))
-        self.run.data_set.train.end_epoch(epoch)
-        self.test.begin_evaluation(num_before, len(self.batches))
+        self.run.data_set.train.end_epoch(epoch - self.run.start.initial_epoch)
+        self.test.begin_evaluation(self._num_before(epoch), len(self.batches))
         parts = hvd.run_together(self._evaluate_shards, of_script=True)
         num_samples = sum(map(self.test.num_readable, self.shards))
         values = parts[0]
