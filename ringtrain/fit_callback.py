@@ -103,6 +103,7 @@ class Run(keras.callbacks.Callback):
                 self._result = model.get_weights()
                 model._initial_epoch = epochs
                 self._restore_history()
+                keras_fit.end_by_signal(process.signals.exit_code)
                 return
             self._run, self.folder = run, run.folder
             self._shown, run.terminal = run.terminal, console.console_for(1)  # Keras shows the progress

@@ -110,6 +110,7 @@ class Loop:
                 run = train.agree(process)
             if not isinstance(run, RunContext):
                 self._restore_result(process.config, run)
+                keras_fit.end_by_signal(process.signals.exit_code)
                 self._around = stack.pop_all()
                 return self
             # From here on, the script trains. A rank may hang in code of the script: its main thread is watched, too.

@@ -53,8 +53,16 @@ class Split:
         """Batches with these numbers, if samples are stored in batches."""
         return None
 
+    def fix_order(self) -> None:
+        """Gives every iteration one order, for evaluations in several parts. Raises DataError if that cannot be."""
+
     def begin_evaluation(self, number: int, num_shards: int) -> None:
         """Prepares an evaluation, counted from 0, of which a rank reads so many shards. Rows have one order for all."""
+
+    @property
+    def has_new_orders(self) -> bool:
+        """Whether shuffles, which other data may share, take new orders for each epoch or evaluation."""
+        return False
 
     def pass_over(self, num_evaluations: int, num_shards: int) -> None:
         """Takes the orders of shuffles, which other data may share, that earlier processes have evaluated."""

@@ -62,6 +62,10 @@ class StreamOfRank0(Stream):
         if self._source is not None:
             self._source.close()
 
+    def end_epoch(self, epoch: int) -> None:
+        if self._source is not None:
+            self._source.end_epoch(epoch)
+
     def iterator(self, rows: tf.data.Dataset, epoch: int, first_step: int) -> Iterator[Any]:
         import tensorflow as tf
 

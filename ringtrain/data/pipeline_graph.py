@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 IGNORE_EXTERNAL_STATE = 1
+UNKNOWN = -2
+"""cardinality"""
 MAX_BYTES = 2**26
 """Most bytes of arrays in memory for which a graph is made: it contains them."""
 STATE_INPUTS = {
@@ -49,10 +51,14 @@ class RandomOperation:
     goes_on: bool = False
 
 
-def copy_of(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
+def copy_of(dataset: tf.data.Dataset, has_one_order: bool = False) -> tf.data.Dataset | None:
     """Dataset with the same batches, of which an iteration changes no shuffle, cache or variable of `dataset`.
 
-    None: it cannot be copied, e.g. because it is made from arrays of more than MAX_BYTES.
+    Args:
+        has_one_order: Whether shuffles give the same order in each iteration of it.
+
+    Returns:
+        None: it cannot be copied, e.g. because it is made from arrays of more than MAX_BYTES.
     """
     import tensorflow as tf
 
@@ -64,6 +70,8 @@ def copy_of(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
                 name = f"state_of_{node.name}".replace("/", "_")
                 graph.node.add(name=name, op=operation)
                 node.input[index] = name
+            if has_one_order and node.op in SEED_INPUTS:
+                node.attr["reshuffle_each_iteration"].b = False
         variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
         return tf.data.experimental.from_variant(variant, dataset.element_spec)
     except Exception:  # too large, or nothing that TensorFlow can put into a graph
@@ -78,9 +86,22 @@ def caches_in_file(dataset: tf.data.Dataset) -> bool:
     return any(map(caches_in_file, dataset._inputs()))
 
 
-def has_cache(dataset: tf.data.Dataset) -> bool:
-    """Returns whether a pipeline has a `cache`."""
-    return type(dataset).__name__ == "CacheDataset" or any(map(has_cache, dataset._inputs()))
+def caches_of(dataset: tf.data.Dataset, is_cut: bool = False) -> list[tuple[tf.data.Dataset, bool]]:
+    """The last cache of each branch of a pipeline, and whether it has an end, or is read to it.
+
+    Args:
+        is_cut: Whether an iteration may end before the last element.
+    """
+    name, length = type(dataset).__name__, int(dataset.cardinality())
+    if name == "CacheDataset":
+        return [(dataset, length >= 0 or (length == UNKNOWN and not is_cut))]
+    is_cut = is_cut or name in ("_TakeDataset", "_TakeWhileDataset", "_ZipDataset")
+    return [cache for one in dataset._inputs() for cache in caches_of(one, is_cut)]
+
+
+def keeps_orders(dataset: tf.data.Dataset) -> bool:
+    """Returns whether a pipeline has a cache of what a shuffle has given."""
+    return any(shuffles_of(cache) != [] for cache, _ in caches_of(dataset))
 
 
 def random_operations(dataset: tf.data.Dataset) -> tuple[list[RandomOperation], int]:

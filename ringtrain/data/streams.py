@@ -175,6 +175,10 @@ class Stream(Split):
         self._open = batches if self.is_endless else None
         return batches
 
+    @property
+    def has_new_orders(self) -> bool:
+        return not self.is_endless and not pipeline_graph.keeps_orders(self.dataset)
+
     def end_epoch(self, epoch: int) -> None:
         if not self.is_endless:
             self._make_unread(epoch + 1)
@@ -187,15 +191,27 @@ class Stream(Split):
             iter(shuffled)
         self._num_unread = max(number, self._num_unread)
 
+    def fix_order(self) -> None:
+        if pipeline_graph.shuffles_of(self.dataset) == []:
+            return
+        copy = None if self.is_cut else pipeline_graph.copy_of(self.dataset, has_one_order=True)
+        if copy is None:
+            raise DataError(
+                "ringtrain.fit: validation data are shuffled, and virtual ranks read them in several parts, each of"
+                " which would have another order: leave out the shuffle"
+            )
+        self.dataset = copy
+
     def begin_evaluation(self, number: int, num_shards: int) -> None:
         self.pass_over(number, num_shards)
         self._num_begun = max((number + 1) * num_shards, self._num_begun)
 
     def pass_over(self, num_evaluations: int, num_shards: int) -> None:
         # A cache keeps its first order once all is read: on every rank, or their next orders would not be one.
-        if not self._num_begun and not self.is_cut and pipeline_graph.has_cache(self.dataset):
-            for _ in self.dataset:
-                _advance()
+        if not self._num_begun and not self.is_cut:
+            for cache, has_end in pipeline_graph.caches_of(self.dataset):
+                for _ in cache if has_end else ():
+                    _advance()
         self.pass_over_shards(num_evaluations * num_shards - self._num_begun)
         self._num_begun = max(num_evaluations * num_shards, self._num_begun)
 

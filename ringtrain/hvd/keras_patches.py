@@ -6,6 +6,7 @@ same unless the optimizer is distributed or, for the choice of XLA, there are se
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import zlib
@@ -212,21 +213,28 @@ def untracked_variables(model: keras.Model) -> dict[str, Any]:
     """Variables of TensorFlow and Keras that a model, its layers or its losses use, and Keras does not track."""
     known = {id(variable) for variable in (*model.variables, *slots_of(model))}
     losses = [entry.loss for entry in compiled_losses(model)]
-    used: dict[str, Any] = {}
+    used: list[tuple[str, Any]] = []
     for owner in (*layers_of(model), *losses):
         values = dict(getattr(owner, "__dict__", {}))
-        used |= {f"{type(owner).__name__}.{name}": value for name, value in values.items() if name[0] != "_"}
+        used += [(f"{type(owner).__name__}.{name}", value) for name, value in values.items() if name[0] != "_"]
         methods = [getattr(type(owner), name, None) for name in ("call", "compute_loss", "train_step")]
         for function in (*values.values(), *methods):
-            if isinstance(function, FunctionType) and not function.__module__.startswith("keras."):
-                outside = inspect.getclosurevars(function)
-                around = {**outside.globals, **outside.nonlocals}
-                used |= {f"{function.__name__}: {name}": value for name, value in around.items()}
+            if isinstance(function, FunctionType) and not str(function.__module__).startswith("keras."):
+                used += [(f"{function.__name__}: {name}", value) for name, value in _from_outside(function)]
     found: dict[str, Any] = {}
-    for name, value in used.items():
+    for name, value in used:
         if isinstance(value, tf.Variable | keras.Variable) and id(value) not in known:
-            found[name] = value
+            known.add(id(value))
+            found[f"{name} ({len(found) + 1})" if name in found else name] = value
     return found
+
+
+def _from_outside(function: FunctionType) -> list[tuple[str, Any]]:
+    """Variables of Python that a function uses, and that are not its own."""
+    with contextlib.suppress(ValueError):  # one that has no value yet
+        outside = inspect.getclosurevars(function)
+        return [*outside.globals.items(), *outside.nonlocals.items()]
+    return []
 
 
 def has_weights(model: keras.Model) -> bool:

@@ -197,14 +197,17 @@ def _compare(model: keras.Model, batch: Any, rows: Rows | None, comparison: Comp
 
 
 def _checksum_of_constants(graph: Any) -> int:
-    contents = []
+    """Of those in a graph and the tensors that it captures, in no order."""
+    checksums = []
     for operation in graph.get_operations():
         if operation.type == "Const":
-            contents.append(operation.get_attr("value").SerializeToString())
+            checksums.append(zlib.crc32(operation.get_attr("value").SerializeToString()))
     for tensor, _ in graph.captures:
-        if tensor.dtype not in (tf.resource, tf.variant):
-            contents.append(np.asarray(tensor).tobytes())
-    return zlib.crc32(b"".join(sorted(contents)))
+        if tensor.dtype == tf.string:
+            checksums.append(zlib.crc32(repr(tensor.numpy().tolist()).encode()))
+        elif tensor.dtype not in (tf.resource, tf.variant):
+            checksums.append(zlib.crc32(np.ascontiguousarray(tensor.numpy()).data.cast("B")))
+    return zlib.crc32(repr(sorted(checksums)).encode())
 
 
 def _gradients(model: keras.Model, traced: Any, halves: _Halves, rows: Rows, comparison: Comparison) -> list[list[Any]]:

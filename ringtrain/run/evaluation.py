@@ -39,6 +39,8 @@ class Evaluation(keras.callbacks.Callback):
         num_test, whole_batch = run.numbers.num_test, run.validation.batch_size or 1
         self.shards = [data.evaluation_shard(num_test, number, self.num_shards, whole_batch) for number in self.own]
         self.batches: list[Any] = []
+        if run.config.train.virtual_ranks:
+            self.test.fix_order()
         if num_test:
             rows = run.validation.batch_size or run.numbers.batch_size
             self.batches = [data.evaluation_batches(self.test, shard, rows) for shard in self.shards]
@@ -59,7 +61,8 @@ class Evaluation(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Lets shuffles, which training data may share, take the orders of earlier evaluations before any of theirs."""
         num_before = self._num_before(self.run.clock.epoch)
-        if num_before:
+        # The order that a cache keeps, or that of a single iteration of training, comes before those of evaluations.
+        if num_before and self.run.data_set.train.has_new_orders and self.test.has_new_orders:
             self.test.pass_over(num_before, len(self.batches))
 
     def _num_before(self, epoch: int) -> int:

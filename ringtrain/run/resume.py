@@ -130,10 +130,7 @@ def has_left_its_source(config: Config) -> bool:
 
 
 class Clock(keras.callbacks.Callback):
-    """Counts the steps of a run. It must be the first callback, since the others read it.
-
-    The next one, `StepTimer`, changes the phase, by which the status line has the step, too.
-    """
+    """Counts the steps of a run. It must be the first callback, since the others read it."""
 
     is_open = False
 
@@ -197,6 +194,7 @@ class Clock(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.before = self.global_step
         self.global_step += min(self.steps_per_call, self.steps_per_epoch - self.before % self.steps_per_epoch)
+        self.status.put(self.global_step, "")
         if not self.begun:
             self.begun = True
             self.journal.write("training", global_step=self.global_step)

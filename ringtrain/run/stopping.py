@@ -6,6 +6,7 @@ values so far, one per epoch. Every checkpoint holds these values, so a resumed 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -74,7 +75,8 @@ class Signals:
         if not self.received:
             self.received, self.received_s = number, time.monotonic()
             if self.note:  # not by `print`, which it may interrupt
-                os.write(2, f"{self.note}\n".encode())
+                with contextlib.suppress(OSError):
+                    os.write(2, f"{self.note}\n".encode())
         self.journal.write("signal", signal=signal.Signals(number).name)
 
 

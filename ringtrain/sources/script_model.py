@@ -102,14 +102,17 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
 def _note_untracked(process: Process, model: keras.Model) -> None:
     """Gives all ranks rank 0's values of variables that Keras does not track, and names these: they are not saved."""
     found = untracked_variables(model)
+    if not process.strategy.ranks_change:  # of which a script may give a rank some alone
+        of_ranks = hvd.allgather_object([*found], name="ringtrain_untracked")
+        shared = [name for name in of_ranks[0] if all(name in names for names in of_ranks)]
+        if shared:
+            hvd.broadcast_variables([found[name] for name in shared], root_rank=0)
     if not found:
         return
-    if not process.strategy.ranks_change:
-        hvd.broadcast_variables([*found.values()], root_rank=0)
     if hvd.rank() == 0:
         text = (
             f"{', '.join(found)}: Keras does not track this variable: ranks do not compare it, and a resumed run begins"
-            " with its first value: make it an attribute of the model, or by add_weight"
+            " with its first value: make it by add_weight, or a keras.Variable in an attribute of the model"
         )
         print(f"ringtrain: {text}", file=sys.stderr, flush=True)
 

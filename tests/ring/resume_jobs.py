@@ -22,6 +22,7 @@ import ringtrain
 import ringtrain.hvd as hvd
 from ringtrain import config_io, train
 from ringtrain.config import CheckpointConfig, HealthConfig, TrainConfig, with_values
+from ringtrain.errors import DataError
 
 AT_ONCE = HealthConfig(agree_every_steps=1)
 
@@ -230,32 +231,53 @@ def each_evaluation_has_all_rows_of_a_cache() -> None:
 
 
 @only(np=2)
+def virtual_ranks_evaluate_each_row_of_a_shuffle_once() -> None:
+    held_out = tf.data.Dataset.from_tensor_slices((X[:32] * np.arange(1, 33)[:, None], Y[:32])).shuffle(32, seed=1)
+    ours, reference = compiled(dense()), compiled(dense())
+    config = options(train=TrainConfig(virtual_ranks=4))
+    history = ringtrain.fit(ours, X, Y, validation_data=held_out.batch(4), options=config, **SAME)
+    expected = reference.fit(X, Y, validation_data=held_out.batch(4), **SAME)
+    np.testing.assert_allclose(history.history["val_loss"], expected.history["val_loss"], rtol=1e-6)
+    with contextlib.suppress(DataError):
+        cut = {"validation_data": held_out.batch(4), "validation_steps": 2}
+        ringtrain.fit(compiled(dense()), X, Y, options=config, **SAME, **cut)
+        raise AssertionError("trained")
+
+
+@only(np=2)
 def training_and_validation_data_share_a_shuffle() -> None:
     """A rank without a validation batch takes its orders, too."""
 
-    def parts(**more: Any) -> dict[str, Any]:
-        rows = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(100, seed=3)
-        held_out = {"validation_data": rows.skip(80).batch(32), "batch_size": None}
-        return SAME | {"x": rows.take(80).batch(32), **held_out, **more}
+    def parts(kind: str, **more: Any) -> dict[str, Any]:
+        rows = tf.data.Dataset.from_tensor_slices((X, Y))
+        if kind == "after a cache":
+            rows = rows.cache()
+        rows = rows.shuffle(100, seed=3)
+        train, test = rows.take(80).batch(32), rows.skip(80).batch(32)
+        if kind == "before caches":
+            train, test = train.cache(), test.cache()
+        return SAME | {"x": train, "validation_data": test, "batch_size": None, "epochs": 4, **more}
 
-    for first in (0, 1):
+    for kind, first in (("shared", 0), ("shared", 1), ("before caches", 0), ("after a cache", 0)):
 
-        def train(name: str, *callbacks: Any, first: int = first) -> Any:
+        def train(name: str, *callbacks: Any, kind: str = kind, first: int = first) -> Any:
             model = compiled(dense())
-            words = parts(initial_epoch=first, callbacks=callbacks, name=f"shuffle-{first}-{name}")
+            words = parts(
+                kind, initial_epoch=first, callbacks=callbacks, name=f"{kind.replace(' ', '-')}-{first}-{name}"
+            )
             history: Any = ringtrain.fit(model, options=options(), **words)
             return model, history.history
 
         ours, history = train("whole")
         reference = compiled(dense())
-        expected = reference.fit(**parts(initial_epoch=first))
-        assert distance(ours, reference) < 1e-10
-        np.testing.assert_allclose(history["val_loss"], expected.history["val_loss"], rtol=1e-6)
+        expected = reference.fit(**parts(kind, initial_epoch=first))
+        assert distance(ours, reference) < 1e-10, kind
+        np.testing.assert_allclose(history["val_loss"], expected.history["val_loss"], rtol=1e-6, err_msg=kind)
         with contextlib.suppress(Killed):
-            train("killed", KillAfter(5))
+            train("killed", KillAfter(8))
             raise AssertionError("not killed")
         resumed, again = train("killed")
-        assert distance(resumed, ours) == 0 and again == history
+        assert distance(resumed, ours) == 0 and again == history, kind
 
 
 @only(np=2)

@@ -14,7 +14,7 @@ from ringtrain.monitor.journal import duration
 
 MEANING = (
     "Goodput is the share of steps that count, which includes the exchange of gradients. The parts add up to the time"
-    " from the first process of the run to the last entry of rank 0's journal. A process that is killed usually loses"
+    " from the launch of the run to the last entry of rank 0's journal. A process that is killed usually loses"
     " its last 10 s, or 1 % of its training."
 )
 HELP = {
