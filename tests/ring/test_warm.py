@@ -23,7 +23,12 @@ print("to stderr", file=sys.stderr)
 sys.exit(7)
 """
 # Short sleeps: a signal just before a system call does not interrupt it.
-PATIENT = "import os, time; print(os.getpid(), flush=True)\nfor _ in range(5000): time.sleep(0.2)"
+PATIENT = """
+import os, signal, time
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it
+print(os.getpid(), flush=True)
+for _ in range(5000): time.sleep(0.2)
+"""
 
 
 @pytest.mark.parametrize("kind", ["-c", "-m", "file"])
