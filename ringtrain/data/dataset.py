@@ -61,7 +61,7 @@ class Split:
 
     @property
     def has_new_orders(self) -> bool:
-        """Whether shuffles, which other data may share, take new orders for each epoch or evaluation."""
+        """Whether each epoch or evaluation has a new order, from shuffles that other data may share."""
         return False
 
     def pass_over(self, num_evaluations: int, num_shards: int) -> None:

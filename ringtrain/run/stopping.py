@@ -39,7 +39,7 @@ TIME_LIMIT = "train.max_time_s"
 class Signals:
     """Records the first of SIGTERM, SIGINT and SIGUSR1; a SIGINT after it ends the process at once.
 
-    A context, also within itself. Until the outermost one ends, no other signal of these ends the process.
+    A context that may be entered again within itself: handlers stay until the outermost one ends.
     """
 
     def __init__(self, journal: Journal) -> None:
@@ -49,7 +49,7 @@ class Signals:
         self.journal = journal
         self._before: dict[signal.Signals, Any] = {}
         self.note = ""
-        """for whoever has sent a signal"""
+        """text that is printed when a signal is received"""
         self._depth = 0
 
     def __enter__(self) -> Signals:

@@ -206,7 +206,7 @@ def validation_of_the_first_batches_has_the_rows_of_keras() -> None:
 
 @only(np=2)
 def each_evaluation_has_all_rows_of_a_cache() -> None:
-    """Which keeps the order of a shuffle before it, once it is read to its end; also where a run was killed."""
+    """A cache keeps the order of a shuffle before it once all is read; also after a kill and a resume."""
     rows = tf.data.Dataset.from_tensor_slices((X[:32] * np.arange(1, 33)[:, None], Y[:32]))
     kinds: dict[str, Callable[[], Any]] = {
         "after": lambda: rows.batch(4).shuffle(8, seed=1).prefetch(2).cache(),
