@@ -1,6 +1,6 @@
 # What CI runs is what people run. Each target first sets up what is missing in .venv (seconds, once it is there).
 
-.PHONY: setup train smoke test test-unit test-all chaos simulate matrix figures lint docs dist wheels release image
+.PHONY: setup train smoke test test-unit test-all test-rest chaos simulate matrix figures lint docs dist wheels release image
 
 setup:
 	launch/setup.sh
@@ -13,20 +13,26 @@ smoke:
 
 # Two tests at a time, as those that start ranks have time limits which two cores do not keep with three. Those that mostly
 # wait come first.
-jobs = launch/setup.sh python -m pytest --sample -n 2 --dist loadscope --no-loadscope-reorder --durations=40 --durations-min=20
+pytest = launch/setup.sh python -m pytest -n 2
+ranks = $(pytest) --sample --dist loadscope --no-loadscope-reorder --durations=40 --durations-min=20
 folders = tests/cluster tests/spark tests/faults tests/ring
-quick = tests/unit tests/simulation
+alone = tests/unit tests/simulation
 
+# What shows that ringtrain works on this machine.
 test:
-	status=0; $(MAKE) test-unit || status=1; $(jobs) -m "not slow" $(folders) || status=1; exit $$status
-	@echo "Left out: the tests marked slow, and what was skipped for the reasons above. All of them: make test-all"
+	$(ranks) -m quick $(folders) $(alone)
+	@echo "Left out: the tests without the mark quick, and what was skipped for the reasons above. All of them: make test-all"
 
+# The tests that start no ranks: before each commit.
 test-unit:
-	launch/setup.sh python -m pytest -n 2 --dist worksteal -m "not slow" $(quick)
+	$(pytest) --dist worksteal -m "not slow" $(alone)
 
 test-all:
-	status=0; launch/setup.sh python -m pytest -n 2 --dist worksteal $(quick) || status=1; \
-		$(jobs) $(folders) || status=1; \
+	status=0; $(MAKE) test || status=1; $(MAKE) test-rest || status=1; exit $$status
+
+# What the last `make test` has not passed, and a sample of the mutants.
+test-rest:
+	status=0; $(pytest) --rest --dist worksteal $(alone) || status=1; $(ranks) --rest $(folders) || status=1; \
 		launch/setup.sh python tests/support/mutants.py --sample 3 || status=1; exit $$status
 
 chaos:

@@ -27,8 +27,13 @@ FOLDERS = {
 }
 
 
+PASSED = "ringtrain/passed"
+"""key of pytest's cache: tests that the last `make test` passed"""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample", action="store_true", help="of the slow tests a third, others on each of three days")
+    parser.addoption("--rest", action="store_true", help="leave out the tests that the last `make test` passed")
 
 
 def pytest_report_header() -> str:
@@ -77,7 +82,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     With --sample two thirds of the slow tests are left for the next two days; test_job and test_property choose their
     own cases.
     """
-    left = []
+    passed = set(config.cache.get(PASSED, [])) if config.getoption("rest") else set()
+    left = [item for item in items if item.nodeid in passed]
     for item in items:
         folder = item.path.parent.name
         if not item.get_closest_marker("launch"):
@@ -87,8 +93,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if FOLDERS[folder] != "unit" and not item.get_closest_marker("quick"):
             item.add_marker("slow")
         chooses = getattr(item, "originalname", "") in ("test_job", "test_property")
-        if item.get_closest_marker("slow") and not chooses and not sample.is_due(item.nodeid, one_in=3):
+        is_left = config.getoption("sample") and not chooses and not sample.is_due(item.nodeid, one_in=3)
+        if is_left and item.get_closest_marker("slow"):
             left.append(item)
-    if left and config.getoption("sample"):
+    if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """`make test` notes what passed, which `make test-all` does not run again."""
+    if config.option.markexpr == "quick":
+        reports = terminalreporter.getreports("passed")
+        config.cache.set(PASSED, sorted({report.nodeid for report in reports}))

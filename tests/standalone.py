@@ -94,7 +94,7 @@ class Cluster:
         self._processes.clear()
 
     def _start(self, host: str, name: str, options: Sequence[str]) -> Path:
-        import pyspark
+        import pyspark  # noqa: TID251 - its tests skip without
 
         home = Path(pyspark.__file__).parent
         words = [home / "bin" / "spark-class", f"org.apache.spark.deploy.{name}"]

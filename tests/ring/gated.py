@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.local import LocalFileSystem  # noqa: TID251 - its test skips without
 
 from ringtrain.run import checkpoint, mirror
 

@@ -20,6 +20,8 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from ringtrain.errors import CheckpointError, ConfigError
 from ringtrain.run import checkpoint
 
+pytestmark = pytest.mark.quick
+
 FILES = {
     "state": {"00000": np.arange(12.0).reshape(3, 4), "00001": np.array(7)},
     "ranks": {"0/00000": np.ones(2, "u4")},

@@ -27,6 +27,8 @@ from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.status import STATUS_FILES
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_line_that_comes_in_two_parts_is_read_whole() -> None:
     watch = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun"))

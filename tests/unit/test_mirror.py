@@ -144,7 +144,7 @@ def test_a_process_of_its_own_makes_the_last_copy(tmp_path):
 
 
 def test_a_store_that_cannot_be_sent_to_another_process(tmp_path, monkeypatch, capsys):
-    from fsspec.implementations.local import LocalFileSystem
+    LocalFileSystem = pytest.importorskip("fsspec.implementations.local").LocalFileSystem
 
     class Own(LocalFileSystem):
         cachable = False

@@ -95,7 +95,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def store() -> Iterator[Any]:
     """A store that fails at each request once: it raises, or its answer has less than it was asked for."""
     fsspec = pytest.importorskip("fsspec")
-    from fsspec.implementations.memory import MemoryFileSystem
+    MemoryFileSystem = pytest.importorskip("fsspec.implementations.memory").MemoryFileSystem
 
     class Store(MemoryFileSystem):
         protocol, store, pseudo_dirs, cachable = ("odd",), {}, [""], False

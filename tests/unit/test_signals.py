@@ -15,6 +15,8 @@ from ringtrain.cluster import host_agent
 from ringtrain.protocol.env import FIRST_PROCESS, JOB
 from ringtrain.protocol.failures import report_process
 
+pytestmark = pytest.mark.quick
+
 TIMEOUT_S = 60
 NAME = "test-of-signals"
 CATCHING = "trap 'exit 7' TERM INT; echo begun; while :; do sleep 0.05; done"

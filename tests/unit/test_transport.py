@@ -12,6 +12,8 @@ import pytest
 
 from ringtrain.protocol import transport
 
+pytestmark = pytest.mark.quick
+
 LIMIT_S = 60  # far above what anything here takes
 
 
