@@ -1,6 +1,6 @@
 # What CI runs is what people run. Each target first sets up what is missing in .venv (seconds, once it is there).
 
-.PHONY: setup train smoke test test-unit test-all test-rest chaos simulate matrix figures lint docs dist wheels release image
+.PHONY: setup train smoke test test-unit test-all test-rest chaos fuzz simulate matrix figures lint docs dist wheels release image
 
 setup:
 	launch/setup.sh
@@ -37,6 +37,11 @@ test-rest:
 
 chaos:
 	RINGTRAIN_CHAOS=full launch/setup.sh python -m pytest tests/faults
+
+# Jobs that nobody wrote, on two ranks against Keras' own fit; a failure is printed as a script.
+MINUTES = 10
+fuzz:
+	launch/setup.sh python tests/fuzz/run.py --minutes $(MINUTES)
 
 # Production code on simulated hosts with faults, from new seeds; a violation is printed with its seed.
 simulate:
