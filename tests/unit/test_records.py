@@ -14,11 +14,14 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from numpy.typing import NDArray
 
+import ringtrain
+from ringtrain import from_rank_0, keras_evaluate
 from ringtrain.data import blocks
 from ringtrain.data.block_cache import BlockCache, num_bytes
 from ringtrain.data.parts import Parts
@@ -249,6 +252,19 @@ def test_arguments_that_would_be_taken_for_others(folder: Path) -> None:
     for message, arguments in wrong.items():
         with pytest.raises(DataError, match=message):
             Records(**{"files": folder, "inputs": "x", **arguments})
+
+
+def test_one_process_evaluates_rows_of_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As several ranks do, which divide the rows."""
+    monkeypatch.setattr(keras_evaluate, "_num_ranks", lambda: 1)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+    model.compile("sgd", "mae")
+    rows = Records(folder, inputs="x", target="id")
+    expected = np.arange(203) * 2.5
+    for given in (rows, from_rank_0(rows), lambda rank, size: rows):
+        assert ringtrain.predict(model, given, verbose=0)[:, 0].tolist() == expected.tolist()
+        error = ringtrain.evaluate(model, given, batch_size=7, verbose=0)
+        assert error == pytest.approx(np.mean(expected - np.arange(203)))
 
 
 def test_what_cannot_be_read_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
