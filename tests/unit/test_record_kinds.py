@@ -496,8 +496,54 @@ def test_classes_of_folders_have_names(tmp_path: Path) -> None:
     assert len(inputs(FitArguments(x=rows, validation_data=held_out), 4)[1]) == NUM // 3
 
 
+def test_images_that_cannot_be_decoded_are_named_or_skipped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where the transform decodes them, and by `ringtrain data show --check`."""
+    good = tf.io.encode_png(np.arange(48, dtype=np.uint8).reshape(4, 4, 3)).numpy()
+    for number in range(12):
+        path = tmp_path / "rows" / f"class-{number % 2}" / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes({3: b"", 8: good[:40]}.get(number, good))
+    bad = ["08.png", "03.png"]
+
+    def transform(images: Any, labels: Any) -> Any:
+        return tf.map_fn(tf.io.decode_png, images, fn_output_signature=tf.uint8), labels
+
+    def passed(seed: int | None, batch_size: int, on_error: str) -> list[Any]:
+        rows = Records(tmp_path / "rows", "image", "class", transform=transform, on_error=on_error)
+        return [images.shape[0] for _ in range(2) for images, _ in rows.dataset(batch_size, seed)]
+
+    for batch_size in (1, 5):
+        assert sum(passed(3, batch_size, "skip")) == 24
+        text = capfd.readouterr().err
+        assert [text.count(f"{name}: transform fails: ") for name in bad] == [1, 1]
+    for seed, on_error in ((None, "skip"), (3, "fail")):
+        with pytest.raises(tf.errors.OpError, match=r'(08|03).png: transform fails: .*on_error="skip"'):
+            passed(seed, 4, on_error)
+    capfd.readouterr()
+    assert cli.main(["data", "show", str(tmp_path / "rows"), "--check"]) == 2
+    shown = capfd.readouterr()
+    assert [line.partition(": ")[0][-6:] for line in shown.out.splitlines()] == bad
+    assert "2 of 12 blocks cannot be read" in shown.err
+    for name in bad:
+        for path in tmp_path.rglob(name):
+            path.unlink()
+    assert cli.main(["data", "show", str(tmp_path / "rows"), "--check"]) == 0
+    assert "all 10 blocks can be read" in capfd.readouterr().out
+
+
+def test_a_transform_that_fails_for_whole_batches_says_so(tmp_path: Path) -> None:
+    def transform(numbers: Any) -> Any:
+        tf.debugging.assert_less(tf.shape(numbers)[0], 2)
+        return numbers
+
+    folder = write("tfrecord", tmp_path / "rows")
+    with pytest.raises(tf.errors.OpError, match="transform fails for a batch, and for none of its rows"):
+        list(Records(folder, "x", transform=transform).dataset(8))
+
+
 def test_arrays_of_other_types_in_later_rows_are_refused(tmp_path: Path) -> None:
     """They would be cut or rounded."""
+    pytest.importorskip("pyarrow")  # for `convert`
     tar_of(tmp_path / "named.tar", {"0.x.npy": npy([1.5, 2]), "0.y.cls": b"3"})
     x, y = next(iter(Records(tmp_path / "named.tar", "x.npy", "y.cls").dataset(1)))
     assert x.numpy().tolist() == [[1.5, 2]] and y.numpy().tolist() == [3]
