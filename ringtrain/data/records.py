@@ -44,7 +44,7 @@ REMOTE_READERS = 8
 class Records:
     """Rows of files for `ringtrain.fit`, `evaluate` and `predict`. They may be larger than memory.
 
-    Files are Parquet, Arrow, TFRecord, tar in WebDataset's layout, or images in a folder per class. Each rank reads the
+    Files are Parquet, TFRecord, tar in WebDataset's layout, or images in a folder per class. Each rank reads the
     blocks (row groups, successive records, or an image) of its own rows. Every epoch has another order, which depends
     on seed, epoch, batch size and `memory_mb`, and not on the number of ranks: blocks are shuffled, and their rows, and
     a batch has rows of `lanes` blocks. A resumed run continues within an epoch and trains no row twice.
