@@ -51,7 +51,7 @@ class DataConfig:
     file: Annotated[str, needs("data.name", "npz")] = ""
     """file that npz reads; empty: the only one in dir"""
     url: Annotated[tuple[str, ...], needs("data.name", "records")] = ()
-    """files of rows to train: Parquet, Arrow, TFRecord, tar, images; paths, folders, patterns, URLs (s3://bucket/rows)"""
+    """files of rows to train: Parquet, TFRecord, tar, images; paths, folders, patterns, URLs (s3://bucket/rows)"""
     test_url: Annotated[tuple[str, ...], needs("data.name", "records")] = ()
     """the same for test data"""
     inputs: Annotated[tuple[str, ...], needs("data.name", "records")] = ()

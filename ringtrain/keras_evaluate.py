@@ -79,8 +79,9 @@ def evaluate(
     given = _Given(x, y, sample_weight, batch_size, steps, verbose, callbacks)
     with _as_called_by("ringtrain.evaluate"):
         if _num_ranks() == 1:
+            x, batch_size = _for_keras(x, batch_size)
             words = {"verbose": verbose, "sample_weight": sample_weight, "steps": steps, "callbacks": callbacks}
-            return model.evaluate(_of_one(x), y, batch_size=batch_size, return_dict=return_dict, **words)
+            return model.evaluate(x, y, batch_size=batch_size, return_dict=return_dict, **words)
         logs = _evaluate(model, given)
     return logs if return_dict else model._flatten_metrics_in_order(logs)
 
@@ -121,7 +122,8 @@ def predict(
     given = _Given(x, None, None, batch_size, steps, verbose, callbacks)
     with _as_called_by("ringtrain.predict"):
         if _num_ranks() == 1:
-            return model.predict(_of_one(x), batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks)
+            x, batch_size = _for_keras(x, batch_size)
+            return model.predict(x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks)
         return _predict(model, given)
 
 
@@ -143,8 +145,16 @@ def _num_ranks() -> int:
     return int(hvd.size())
 
 
+def _for_keras(x: Any, batch_size: int | None) -> tuple[Any, int | None]:
+    """Data of one process as Keras takes them, and their batch size; None: they are batches, or it is Keras' own."""
+    x = _of_one(x)
+    if isinstance(x, data.Records):
+        return x.dataset(batch_size or data.BATCH_SIZE), None
+    return x, batch_size
+
+
 def _of_one(x: Any) -> Any:
-    """Data for Keras, of one process."""
+    """Data of one process."""
     if isinstance(x, data.FromRank0):
         return x.batches
     if _is_function(x):

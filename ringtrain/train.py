@@ -148,7 +148,10 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
 
     stages.done("libraries")
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigError("a run needs the main thread, which gets the signals that end it: train in that")
+        raise ConfigError(
+            "a run was started in another thread than the main one, which gets the signals that save and end a run:"
+            " start it there"
+        )
     # Horovod reads its settings once, when it starts; a timeline in them becomes the run's, which begins later.
     hvd.configure(config.hvd)
     hvd.elastic.listen()

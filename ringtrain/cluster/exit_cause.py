@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import signal
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 
@@ -23,6 +25,7 @@ HYDRA = re.compile(
     r"(?:.*?EXIT STRING: [^\n]*\(signal (\d{1,9})\))?",
     re.DOTALL,
 )
+MISSING = re.compile(r"^ *ModuleNotFoundError: No module named '(\w+)", re.MULTILINE)
 LOST = re.compile(r"Remote daemon: .* on node (\S+)")
 TAIL_LINES = 20
 HOST_LOST = "a lost host"
@@ -203,12 +206,24 @@ def _named_by_launcher(
         tail = "\n".join(f"  {line}" for line in tails.get(rank, ()))
         if tail:
             why = f"{why}; its last lines:\n{tail}".rstrip()
+            why += _about_another_python(tail)
         return JobResult(_code(rank_code), why, rank=rank)
     match = EXITED_ELASTIC.search(text)
     if match:
         output = f"; its output:\n{consequence.text}" if consequence else ""
         return JobResult(_code(int(match[2])), f"of the last ranks, one on {match[1]} {_how(int(match[2]))}{output}")
     return None
+
+
+def _about_another_python(text: str) -> str:
+    """A line about a package that a rank has missed, and that the Python of this command has."""
+    missing = MISSING.search(text)
+    if missing is None or importlib.util.find_spec(missing[1]) is None:
+        return ""
+    return (
+        f"\n{missing[1]} is installed for {sys.executable}: start the script with `python`, which stands for it here,"
+        " or with its full path"
+    )
 
 
 def _code(number: int) -> int:

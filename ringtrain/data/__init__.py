@@ -13,7 +13,6 @@ records:        rows of files that are read while they are trained
 record_files:   such files of any kind
 table_files:    files with typed columns
 parquet_files:  Parquet
-arrow_files:    Arrow
 scanned_files:  files without a table of their rows
 tfrecord_files: TFRecords of any features
 tar_files:      tar files in WebDataset's layout

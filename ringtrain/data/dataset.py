@@ -22,6 +22,8 @@ class Split:
 
     has_classes = True
     """whether each sample has an integer class; else the data are what `ringtrain.fit` takes"""
+    is_of_rank_0 = False
+    """whether rank 0 alone reads them"""
     may_end_early = False
     """whether an epoch can have fewer batches than the first"""
     advice = "give dataset.shuffle a seed, and make the same random operations on all ranks, also before the dataset"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ringtrain.data.pipeline import ahead
@@ -39,9 +39,13 @@ def from_rank_0(batches: Any) -> FromRank0:
 class StreamOfRank0(Stream):
     """A stream that rank 0 reads; the other ranks know its shapes and length. Several ranks. Collective.
 
+    Batches to train are sent to the other ranks; those to validate rank 0 evaluates alone.
+
     Args:
         source: Returns rank 0's stream; the other ranks do not call it.
     """
+
+    is_of_rank_0 = True
 
     def __init__(self, source: Callable[[], Stream]) -> None:
         import tensorflow as tf
@@ -51,9 +55,9 @@ class StreamOfRank0(Stream):
         def read() -> tuple[Any, ...]:
             self._source = one = source()
             facts = one.num_batches, one.batch_size, one.on_resume, one.may_end_early, one.is_endless
-            return one.kind, one.dataset.element_spec, facts
+            return one.kind, one.dataset.element_spec, one.has_new_orders, facts
 
-        kind, spec, facts = read_on_rank_0(read)
+        kind, spec, self._has_new_orders, facts = read_on_rank_0(read)
         self.num_batches, self.batch_size, self.on_resume, self.may_end_early, self.is_endless = facts
         self.kind = f"{kind} of rank 0"
         self.dataset = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
@@ -65,6 +69,30 @@ class StreamOfRank0(Stream):
     def end_epoch(self, epoch: int) -> None:
         if self._source is not None:
             self._source.end_epoch(epoch)
+
+    def part(self, numbers: Sequence[int]) -> tf.data.Dataset:
+        if self._source is None:
+            return super().part(numbers)
+        part: tf.data.Dataset = self._source.part(numbers)
+        return part
+
+    @property
+    def has_new_orders(self) -> bool:
+        return self._has_new_orders
+
+    def fix_order(self) -> None:
+        """Does nothing: an evaluation has all batches at once."""
+
+    def begin_evaluation(self, number: int, num_shards: int) -> None:
+        if self._source is not None:
+            self._source.begin_evaluation(number, 1)
+
+    def pass_over(self, num_evaluations: int, num_shards: int) -> None:
+        if self._source is not None:
+            self._source.pass_over(num_evaluations, 1)
+
+    def pass_over_shards(self, number: int) -> None:
+        """Does nothing: rank 0 evaluates them all."""
 
     def iterator(self, rows: tf.data.Dataset, epoch: int, first_step: int) -> Iterator[Any]:
         import tensorflow as tf

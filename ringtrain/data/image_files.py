@@ -185,4 +185,10 @@ class Images(Split):
         except tf.errors.DataLossError:
             return "corrupt: its checksum differs, or it is truncated"
         except tf.errors.OpError as error:
-            return re.sub(r"\{\{.*?\}\} | \[Op:.*", "", error.message).strip().splitlines()[0]
+            return text_of(error)
+
+
+def text_of(error: Exception) -> str:
+    """What an error of an operation says, in one line, without the operation's place in a graph."""
+    text = re.sub(r"\{\{.*?\}\} ?| \[Op:.*", "", getattr(error, "message", str(error))).strip()
+    return text.partition("\n")[0].rstrip(".") or type(error).__name__

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from types import GeneratorType
 from typing import Any
 
@@ -12,14 +14,16 @@ from ringtrain.data.arrays import Arrays, NoSamples, NumberedRows
 from ringtrain.data.dataset import Split
 from ringtrain.data.division import divide
 from ringtrain.data.fit_arguments import FitArguments
-from ringtrain.data.from_rank_0 import FromRank0, StreamOfRank0, leaves, packed, read_on_rank_0
-from ringtrain.data.pipeline_graph import RandomOperation, caches_in_file, random_operations
+from ringtrain.data.from_rank_0 import FromRank0, StreamOfRank0, leaves, packed
+from ringtrain.data.pipeline_graph import RandomOperation, caches_in_file, random_operations, states_of
 from ringtrain.data.py_dataset import PyDatasetStream
 from ringtrain.data.records import RecordRows, Records
 from ringtrain.data.streams import Stream, first_part, num_rows
 from ringtrain.errors import DataError
 
 IN_A_FILE = "as one process alone can write the file of cache()"
+_read_by_rank_0: weakref.WeakSet[Any] = weakref.WeakSet()
+"""parts of pipelines with a state, which are behind it on the other ranks"""
 
 
 def shapes_of(train: NumberedRows | Stream) -> tuple[Any, int]:
@@ -46,6 +50,11 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[NumberedRows | Stream,
         raise DataError(f'ringtrain.fit: got shuffle {given.shuffle!r}, expected True, False or "batch"')
     how = (given.class_weight, given.steps_per_epoch, given.num_epochs, bool(given.shuffle), given.seed)
     random_operations, why_rank_0 = operations_by_rank(given.x)
+    _, why_held_out = operations_by_rank(given.validation_data)
+    if why_held_out and not why_rank_0:  # both may have the same shuffle
+        random_operations, why_rank_0 = operations_by_rank(given.x)
+    if why_held_out:
+        given = replace(given, validation_data=FromRank0(given.validation_data))
     x = FromRank0(given.x) if why_rank_0 else given.x
     stream = _shard(x, *how) if callable(x) else _stream(x, *how)
     if stream:
@@ -62,24 +71,24 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[NumberedRows | Stream,
         _check_stream(stream, given)
         if not stream.is_shard and not isinstance(x, FromRank0):
             divide(stream)
-        held_out = _validation(given.validation_data, given, batch_size)
+        held_out = _held_out(given.validation_data, given, batch_size, why_held_out)
         if given.max_steps:
             _shorten_stream(stream, given)
             held_out = _shortened(held_out, given.max_steps, batch_size)
         return stream, held_out
-    train, held_out = _rows(given)
+    train, validation_data = _rows(given)
     if not len(train):
         raise DataError("ringtrain.fit: got no training samples, expected at least one")
     if not given.max_steps:
         _check_steps(given, math.ceil(len(train) / batch_size), batch_size)
-        return train, _validation(held_out, given, batch_size)
+        return train, _held_out(validation_data, given, batch_size, why_held_out)
     num_steps = given.max_steps
     if given.steps_per_epoch:  # a pass over the arrays has whole epochs
         num_batches = math.ceil(len(train) / batch_size)
         num_steps = given.steps_per_epoch * max(1, min(given.num_epochs, num_batches // given.steps_per_epoch))
     return (
         _shortened(train, num_steps, batch_size),
-        _shortened(_validation(held_out, given, batch_size), given.max_steps, batch_size),
+        _shortened(_held_out(validation_data, given, batch_size, why_held_out), given.max_steps, batch_size),
     )
 
 
@@ -148,19 +157,29 @@ def operations_by_rank(x: Any) -> tuple[list[RandomOperation], str]:
 
     from ringtrain import hvd
 
+    pipeline = x.batches if isinstance(x, FromRank0) else x
+    is_pipeline = isinstance(pipeline, tf.data.Dataset)
     operations, checksum = random_operations(x) if isinstance(x, tf.data.Dataset) else ([], 0)
     if hvd.elastic.is_on():
         _check_elastic(x, [operation.text for operation in operations if operation.always_differs])
         return operations, ""
     if not hvd.is_initialized() or hvd.size() == 1:
         return operations, ""
-    why = _why_other_batches(operation for operation in operations if operation.always_differs)
-    if isinstance(x, tf.data.Dataset) and caches_in_file(x):
-        why = why or IN_A_FILE
+    states = states_of(pipeline) if is_pipeline else []
+    why = ""
+    if isinstance(x, tf.data.Dataset):
+        why = _why_other_batches(operation for operation in operations if operation.always_differs)
+        if caches_in_file(x):
+            why = why or IN_A_FILE
+        if any(state in _read_by_rank_0 for state in states):
+            why = why or "which alone has read a part of it before"
     of_ranks = hvd.allgather_object((why, checksum), name="ringtrain_random_operations")
     if not any(of_rank for of_rank, _ in of_ranks) and len({of_rank for _, of_rank in of_ranks}) > 1:
         why = _why_other_batches(operations)
-    return operations, why or next((of_rank for of_rank, _ in of_ranks if of_rank), "")
+    why = why or next((of_rank for of_rank, _ in of_ranks if of_rank), "")
+    if why or isinstance(x, FromRank0):
+        _read_by_rank_0.update(states)
+    return operations, why
 
 
 def _why_other_batches(operations: Iterable[RandomOperation]) -> str:
@@ -185,18 +204,8 @@ def _check_elastic(x: Any, differing: Sequence[str]) -> None:
         raise DataError(f"ringtrain.fit: in an elastic job, {why}")
 
 
-def _validation(held_out: Any, given: FitArguments, batch_size: int) -> Split:
-    """Validation data; those of a cache in a file from rank 0, which writes it."""
-    import tensorflow as tf
-
-    from ringtrain import hvd
-
-    if isinstance(held_out, tf.data.Dataset) and hvd.is_initialized() and hvd.size() > 1 and caches_in_file(held_out):
-        held_out = FromRank0(held_out)
-    return _held_out(held_out, given, batch_size)
-
-
-def _held_out(held_out: Any, given: FitArguments, batch_size: int) -> Split:
+def _held_out(held_out: Any, given: FitArguments, batch_size: int, why_rank_0: str = "") -> Split:
+    """Validation data."""
     import keras
     import tensorflow as tf
 
@@ -205,11 +214,12 @@ def _held_out(held_out: Any, given: FitArguments, batch_size: int) -> Split:
     if held_out is None:
         return NoSamples()
     steps = given.validation_steps
-    if isinstance(held_out, FromRank0):
-        if hvd.elastic.is_on():
-            _check_elastic(held_out, ())
+    if isinstance(held_out, FromRank0) and hvd.size() > 1:
         source = held_out.batches
-        return _read_once(*read_on_rank_0(lambda: _read(_batches(_held_out(source, given, batch_size)))))
+        of_rank_0 = StreamOfRank0(lambda: _batches(_held_out(source, given, batch_size)))
+        of_rank_0.why_rank_0 = why_rank_0
+        return of_rank_0
+    held_out = held_out.batches if isinstance(held_out, FromRank0) else held_out
     if isinstance(held_out, GeneratorType):
         return _generated(held_out, steps)
     is_endless = isinstance(held_out, tf.data.Dataset) and held_out.cardinality() == tf.data.INFINITE_CARDINALITY
@@ -302,34 +312,24 @@ def _stream(
 
 
 def _generated(held_out: Any, steps: int | None) -> Stream:
-    """The first validation batches of a generator."""
+    """The first validation batches of a generator, which can be read once, and every epoch needs again."""
+    import tensorflow as tf
     from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 
     if not steps:
         raise DataError("ringtrain.fit: got a generator as validation_data, expected validation_steps with it")
     dataset = GeneratorDataAdapter(held_out).get_tf_dataset()
-    return _read_once("generator", dataset.element_spec, [leaves(batch) for batch in dataset.take(steps)])
+    spec, batches = dataset.element_spec, [leaves(batch) for batch in dataset.take(steps)]
+    again = tf.data.Dataset.from_generator(lambda: (packed(spec, batch) for batch in batches), output_signature=spec)
+    stream = Stream("generator", again.apply(tf.data.experimental.assert_cardinality(len(batches))))
+    stream.is_held_out = True
+    return stream
 
 
 def _batches(source: Any) -> Stream:
     if not isinstance(source, Stream):
         raise DataError("from_rank_0: expected batches; of arrays, pass all to fit, on every rank")
     return source
-
-
-def _read(stream: Stream) -> tuple[str, Any, list[list[Any]]]:
-    """Kind, shapes and arrays of batches."""
-    return stream.kind, stream.dataset.element_spec, [leaves(batch) for batch in stream.dataset]
-
-
-def _read_once(kind: str, spec: Any, batches: list[list[Any]]) -> Stream:
-    """Validation batches that can be read once, and every epoch needs again."""
-    import tensorflow as tf
-
-    again = tf.data.Dataset.from_generator(lambda: (packed(spec, batch) for batch in batches), output_signature=spec)
-    stream = Stream(kind, again.apply(tf.data.experimental.assert_cardinality(len(batches))))
-    stream.is_held_out = True
-    return stream
 
 
 def _check_stream(stream: Stream, given: FitArguments) -> None:

@@ -47,7 +47,7 @@ class ParquetFiles(TableFiles):
         self._metadata[file] = metadata
         return Opened([Block(file, number, rows) for number, rows in enumerate(sizes) if rows], schema, checksum)
 
-    def table(self, block: Block) -> Any:
+    def table(self, block: Block, columns: Sequence[str]) -> Any:
         import pyarrow.parquet as pq
 
         # Of a file behind a URL, neighbouring columns are one request.
@@ -55,6 +55,6 @@ class ParquetFiles(TableFiles):
 
         def read(opened: IO[bytes]) -> Any:
             with pq.ParquetFile(opened, metadata=self._metadata.get(block.file), **options) as parquet:
-                return parquet.read_row_group(block.number, columns=self.columns, use_threads=False)
+                return parquet.read_row_group(block.number, columns=columns, use_threads=False)
 
         return data_files.read_file(block.file, read, f"{block.name} cannot be read")

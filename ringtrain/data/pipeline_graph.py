@@ -23,6 +23,8 @@ STATE_INPUTS = {
     "RandomDatasetV2": (2, "DummySeedGenerator"),
 }
 """By operation: the input that holds its state, and the operation that creates a new state."""
+STATEFUL = ("_ShuffleDataset", "_RandomDataset", "CacheDataset")
+"""kinds of datasets whose next iteration depends on the ones before it"""
 SEED_INPUTS = {"ShuffleDatasetV3": (2, 3), "ShuffleAndRepeatDatasetV2": (2, 3)}
 DRAWS = re.compile(
     "Random(Uniform|StandardNormal|Gamma|Poisson|Shuffle|Crop)|Multinomial|TruncatedNormal|ParameterizedTruncated"
@@ -104,6 +106,14 @@ def keeps_orders(dataset: tf.data.Dataset) -> bool:
     return any(shuffles_of(cache) != [] for cache, _ in caches_of(dataset))
 
 
+def states_of(dataset: Any) -> list[Any]:
+    """Parts of a pipeline with a state that reading changes, and which other pipelines may share."""
+    found = [state for one in dataset._inputs() for state in states_of(one)]
+    if type(dataset).__name__ in STATEFUL or _has_python(dataset):
+        found.append(dataset)
+    return found
+
+
 def random_operations(dataset: tf.data.Dataset) -> tuple[list[RandomOperation], int]:
     """Parts of a pipeline that may differ between processes, and a checksum of the variables that it reads."""
     try:
@@ -163,8 +173,12 @@ def shuffles_of(dataset: Any, times: int = 1, is_cut: bool = False) -> list[tupl
 
 def calls_python(dataset: tf.data.Dataset) -> bool:
     """Returns whether a pipeline calls a Python function, such as a generator, which may have a state."""
+    return _has_python(dataset) or any(map(calls_python, dataset._inputs()))
+
+
+def _has_python(dataset: tf.data.Dataset) -> bool:
     operations = (node for function in dataset._functions() for node in _operations_of(function.function))
-    return any(PYTHON.fullmatch(node.op) for node in operations) or any(map(calls_python, dataset._inputs()))
+    return any(PYTHON.fullmatch(node.op) for node in operations)
 
 
 def _operations_of(function: Any) -> Iterator[Any]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from ringtrain.data import arrow_files, data_files, tar_files, tfrecords
-from ringtrain.data.arrow_files import ArrowFiles
+from ringtrain.data import data_files, tar_files, tfrecords
 from ringtrain.data.blocks import Files
 from ringtrain.data.class_folders import ClassFolders
 from ringtrain.data.data_files import DataFile
@@ -39,8 +38,6 @@ def opened(
         found = ClassFolders(files, columns, class_names)
     elif kind == "Parquet":
         found = ParquetFiles(files, columns)
-    elif kind == "Arrow":
-        found = ArrowFiles(files, columns)
     elif kind == "tar":
         found = TarFiles(files, columns)
     else:
@@ -60,7 +57,7 @@ def kind_of_all(files: Sequence[DataFile]) -> str:
     other = next((file for file in known if kinds[file] != kind), None)
     if other:
         raise DataError(f"{other}: is {kinds[other]}, and {known[0]} is {kind}: expected files of one kind")
-    if len(known) < len(files) and kind in ("Parquet", "Arrow"):
+    if len(known) < len(files) and kind == "Parquet":
         raise DataError(f"{next(file for file in files if not kinds[file])}: is empty, which no {kind} file is")
     return kind
 
@@ -77,13 +74,11 @@ def _kind_of(file: DataFile) -> str:
     begin = data_files.read_file(file, read)
     if begin.startswith(PARQUET):
         return "Parquet"
-    if begin.startswith((arrow_files.FILE, arrow_files.STREAM)):
-        return "Arrow"
     if tar_files.is_header(begin):
         return "tar"
     if not tfrecords.length_fits(begin[: tfrecords.HEADER]):
         problem = "is of no known kind"
         if begin.startswith(GZIP):
             problem = "is compressed with gzip: write it without"
-        raise DataError(f"{file}: {problem}: expected Parquet, Arrow, TFRecord, tar or images")
+        raise DataError(f"{file}: {problem}: expected Parquet, TFRecord, tar or images")
     return "TFRecord"

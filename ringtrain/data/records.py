@@ -18,7 +18,7 @@ from ringtrain.data.arrays import NumberedRows, RowNumbers
 from ringtrain.data.block_cache import NUM_THREADS, BlockCache, num_bytes
 from ringtrain.data.blocks import Columns
 from ringtrain.data.data_files import files_of
-from ringtrain.data.image_files import Unreadable
+from ringtrain.data.image_files import Unreadable, text_of
 from ringtrain.data.parts import Parts
 from ringtrain.data.python_calls import of_tensorflow, weakly
 from ringtrain.data.range_cache import RangeCache
@@ -44,7 +44,7 @@ REMOTE_READERS = 8
 class Records:
     """Rows of files for `ringtrain.fit`, `evaluate` and `predict`. They may be larger than memory.
 
-    Files are Parquet, Arrow, TFRecord, tar in WebDataset's layout, or images in a folder per class. Each rank reads the
+    Files are Parquet, TFRecord, tar in WebDataset's layout, or images in a folder per class. Each rank reads the
     blocks (row groups, successive records, or an image) of its own rows. Every epoch has another order, which depends
     on seed, epoch, batch size and `memory_mb`, and not on the number of ranks: blocks are shuffled, and their rows, and
     a batch has rows of `lanes` blocks. A resumed run continues within an epoch and trains no row twice.
@@ -62,8 +62,9 @@ class Records:
         memory_mb: Memory of a rank for blocks, about.
         cache: Folder on a local disk for what is read behind URLs. The processes of a host share it. "": none.
         cache_gb: Limit of its files. When it is full, files that were not used since this was opened are deleted.
-        on_error: "fail", or "skip": in training, other rows replace those of a damaged block. Which ones depends on the
-            number of ranks. Evaluation, prediction and opening a file still fail.
+        on_error: "fail", or "skip": in training, other rows replace those of a damaged block, and those for which
+            `transform` fails. Which ones depends on the number of ranks. Evaluation, prediction and opening a file
+            still fail.
         class_names: Of images: names of all folders, whose places are the classes. None: those of the files, sorted.
 
     Attributes:
@@ -107,6 +108,8 @@ class Records:
         if cache:
             kept = RangeCache(_folder_in(cache), int(cache_gb * 2**30), time.time())
         self.unreadable = Unreadable(on_error == "skip")
+        self.unreadable_rows: set[int] = set()
+        """numbers of the rows for which the transform fails"""
         random_state = random.getstate()
         try:
             self.files = opened(files_of(files, kept), self.columns, features, class_names)
@@ -184,8 +187,15 @@ class Records:
                     of_part[places] = of_block[rows]
         return values
 
+    def nested(self, values: Sequence[Any]) -> Any:
+        """Values of each part of the nest, in it."""
+        import keras
+
+        each = iter(values)
+        return keras.tree.lists_to_tuples(tuple(_filled(part, each) for part in self.nest))
+
     def values_or_others(self, numbers: NDArray[np.int64]) -> list[NDArray[Any]]:
-        """The same, with other rows in place of those of damaged blocks, if these are skipped."""
+        """The same, with other rows in place of those that cannot be read, if these are skipped."""
         while True:
             others = self._others(numbers)
             try:
@@ -200,18 +210,71 @@ class Records:
                     self._skip(number, error)
 
     def _others(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        of_rows = self._blocks_of(numbers)
-        is_damaged = np.isin(of_rows, list(self.unreadable.numbers))
-        if not is_damaged.any():
+        is_unreadable = self._is_unreadable(numbers)
+        if not is_unreadable.any():
             return numbers
-        others = numbers[~is_damaged]
-        if not len(others):  # the block after them that can be read, or the first
-            readable = [number for number in range(len(self.blocks)) if number not in self.unreadable.numbers]
-            if not readable:
-                raise DataError(f"{self.blocks[of_rows[0]].name} cannot be read, nor any other")
-            nearest = next((number for number in readable if number > of_rows[0]), readable[0])
-            others = np.arange(self.starts[nearest], self.starts[nearest + 1])
-        return np.where(is_damaged, np.resize(others, len(numbers)), numbers)
+        others = numbers[~is_unreadable]
+        if not len(others):
+            others = self._readable_near(int(self._blocks_of(numbers)[0]))
+        return np.where(is_unreadable, np.resize(others, len(numbers)), numbers)
+
+    def _is_unreadable(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
+        in_damaged_block = np.isin(self._blocks_of(numbers), list(self.unreadable.numbers))
+        return in_damaged_block | np.isin(numbers, list(self.unreadable_rows))
+
+    def _readable_near(self, first: int) -> NDArray[np.int64]:
+        """Rows of the next block after block `first` of which some can be read, or of the first such block."""
+        num_blocks = len(self.blocks)
+        for number in (*range(first, num_blocks), *range(first)):
+            rows = np.arange(self.starts[number], self.starts[number + 1])
+            readable = rows[~self._is_unreadable(rows)]
+            if len(readable):
+                return readable
+        raise DataError(f"{self.blocks[first].name} cannot be read, nor any other")
+
+    def transformable(self, numbers: NDArray[np.int64], may_skip: np.bool_) -> NDArray[np.int64]:
+        """Rows of which the transform can make a batch, for those with which it has failed.
+
+        Raises:
+            DamagedData: It fails for a row, and rows may not be skipped, or it fails for all together.
+        """
+        rows = numbers
+        has_failing = True
+        while has_failing:  # rows from elsewhere may fail, too
+            if may_skip:
+                rows = self._others(numbers)
+            has_failing = False
+            for row in np.unique(rows).tolist():
+                problem = self._problem_of(np.array([row]))
+                if problem:
+                    has_failing = True
+                    self._skip_row(row, f"transform fails: {problem}", bool(may_skip))
+        problem = self._problem_of(rows)
+        if problem:
+            raise DamagedData(f"ringtrain.Records: transform fails for a batch, and for none of its rows: {problem}")
+        return rows
+
+    def _skip_row(self, row: int, problem: str, may_skip: bool) -> None:
+        block = int(self._blocks_of(np.array(row)))
+        name = self.blocks[block].name
+        if self.blocks[block].num_rows > 1:
+            name += f": row {row - self.starts[block]}"
+        if not may_skip:
+            raise DamagedData(f'{name}: {problem}: fix or remove it, or pass on_error="skip"')
+        self.unreadable.add(name, problem)
+        self.unreadable_rows.add(row)
+
+    def _problem_of(self, numbers: NDArray[np.int64]) -> str:
+        """What is wrong with rows, as the transform says; "": nothing."""
+        import tensorflow as tf
+
+        transform: Any = self.transform
+        try:
+            with tf.device("CPU"):  # leaves GPU memory to the model
+                transform(*self.nested([tf.constant(values) for values in self.values_of(numbers)]))
+        except (tf.errors.OpError, ValueError, TypeError) as error:
+            return text_of(error)
+        return ""
 
     def _skip(self, number: int, error: DamagedData) -> None:
         block = self.blocks[number]
@@ -310,7 +373,6 @@ class RecordRows(NumberedRows):
     def _batches(
         self, order: tf.data.Dataset, batch_size: int, values_of_rows: Callable[[NDArray[np.int64]], Any]
     ) -> tf.data.Dataset:
-        import keras
         import tensorflow as tf
 
         records, specs = self.records, self.records.specs
@@ -330,24 +392,23 @@ class RecordRows(NumberedRows):
         def read(flat: tf.Tensor, lengths: tf.Tensor) -> tf.data.Dataset:
             found = tf.nest.flatten(tf.numpy_function(values_of, [flat], dtypes))
             found = [tf.ensure_shape(one, [None, *shape]) for one, (_, shape) in zip(found, specs, strict=True)]
+            found = [flat, *found]
             if per_call == 1:  # without a copy
                 batch = [tf.ensure_shape(one, [num_rows, *one.shape[1:]]) for one in found]
-                return tf.data.Dataset.from_tensors(nested(batch))
+                return tf.data.Dataset.from_tensors(numbered(batch))
             length = lengths[0] if num_rows is None else num_rows
             num_equal = tf.reduce_sum(tf.math.cumprod(tf.cast(lengths == lengths[0], tf.int64)))
             batches = [tf.reshape(one[: num_equal * length], [num_equal, length, *one.shape[1:]]) for one in found]
-            equal = tf.data.Dataset.from_tensor_slices(nested(batches))  # the fastest way to cut them
+            equal = tf.data.Dataset.from_tensor_slices(numbered(batches))  # the fastest way to cut them
             if num_rows is not None:
                 return equal
             ends = tf.cumsum(lengths)
             others = tf.data.Dataset.from_tensor_slices((ends - lengths, ends)).skip(num_equal)
-            return equal.concatenate(others.map(lambda begin, end: nested([one[begin:end] for one in found])))
+            return equal.concatenate(others.map(lambda begin, end: numbered([one[begin:end] for one in found])))
 
-        def nested(values: Sequence[tf.Tensor]) -> Any:
-            each = iter(values)
-            return keras.tree.lists_to_tuples(tuple(_filled(part, each) for part in nest))
+        def numbered(values: Sequence[tf.Tensor]) -> Any:
+            return values[0], records.nested(values[1:])
 
-        nest = records.nest
         if num_rows is None:
             groups = numbers.ragged_batch(per_call).map(lambda rows: (rows.values, rows.row_lengths()))
         else:
@@ -355,21 +416,50 @@ class RecordRows(NumberedRows):
             groups = numbers.batch(per_call).map(
                 lambda rows: (tf.reshape(rows, [-1]), all_lengths[: tf.shape(rows)[0]])
             )
-        batches = groups.map(started).prefetch(-(-num_ahead // per_call)).flat_map(read)
-        batches.records = records  # as long as the dataset lives, so do they
+        rows_and_batches = groups.map(started).prefetch(-(-num_ahead // per_call)).flat_map(read)
+        rows_and_batches.records = records  # as long as the dataset lives, so do they
+        batches = rows_and_batches.map(lambda rows, batch: batch)
         if records.transform:
-            batches = batches.map(records.transform)
-            state = pipeline_graph.state_of(batches._map_func.function)
+            state = pipeline_graph.state_of(batches.map(records.transform)._map_func.function)
             if state:
                 raise DataError(
                     f"ringtrain.Records: transform has {state}, which would depend on the number of ranks: use"
                     f" operations without a state, such as tf.random.stateless_uniform with a seed from the row"
                 )
+            may_skip = records.unreadable.skip and values_of_rows == records.values_or_others
+            batches = _transformed(rows_and_batches, records, may_skip)
         if self.class_weight:
             from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
             batches = batches.map(make_class_weight_map_fn(self.class_weight))
         return batches
+
+
+def _transformed(rows_and_batches: tf.data.Dataset, records: Records, may_skip: bool) -> tf.data.Dataset:
+    """Batches with the transform of Records. Of one that it cannot make, its rows are tried one by one.
+
+    Args:
+        rows_and_batches: Pairs of the numbers of a batch's rows and the batch.
+        may_skip: Whether other rows replace those that cannot be made.
+    """
+    import tensorflow as tf
+
+    readable, values_of = of_tensorflow(records.transformable), of_tensorflow(records.values_of)
+    dtypes = [tf.string if dtype.kind == "O" else tf.as_dtype(dtype) for dtype, _ in records.specs]
+
+    def read_again(rows: tf.Tensor) -> Any:
+        numbers = tf.numpy_function(readable, [rows, may_skip], tf.int64)
+        values = tf.nest.flatten(tf.numpy_function(values_of, [numbers], dtypes))
+        for number, (_, shape) in enumerate(records.specs):
+            values[number] = tf.ensure_shape(values[number], [*rows.shape, *shape])
+        return records.nested(values)
+
+    def transformed(rows: tf.Tensor, batch: Any) -> tf.data.Dataset:
+        good = tf.data.Dataset.from_tensors(batch).map(records.transform).ignore_errors()
+        again = tf.data.Dataset.from_tensors(rows).map(read_again).map(records.transform)
+        return good.concatenate(again).take(1)
+
+    return rows_and_batches.flat_map(transformed)
 
 
 class _Passes(RowNumbers):

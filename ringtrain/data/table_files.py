@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
+WHOLE = re.compile(r"-?\d{1,18}")
+"""a whole number"""
+
+
 class Opened(NamedTuple):
     """Blocks and schema of a file."""
 
@@ -29,6 +35,8 @@ class Opened(NamedTuple):
 
 class TableFiles:
     """Columns of files of one format, which a subclass opens and reads.
+
+    A column may be a field of another one (`image.bytes`) or a folder's (`label` of label=3/part.parquet).
 
     Args:
         columns: Names of columns; None: all.
@@ -47,40 +55,110 @@ class TableFiles:
         self.blocks = [block for one in found.values() for block in one.blocks]
         self._checksums = [one.checksum for one in found.values()]
         # A file without rows may have any types.
-        self.schemas = {file: one.schema for file, one in found.items() if one.blocks}
-        first = next(iter(self.schemas), None)
-        self._types = dict(zip(self.schemas[first].names, self.schemas[first].types, strict=True)) if first else {}
-        self.columns = list(self._types if columns is None else columns)
-        for file, schema in self.schemas.items():
-            for name in self.columns:
-                if schema.names.count(name) != 1:
-                    if name in schema.names:
-                        problem = f"column {name} twice"
-                    else:
-                        problem = f"no column {name}"
-                    raise DataError(f"{file}: has {problem}: it has {', '.join(schema.names)}")
-                kind = schema.field(name).type
-                if _decoded(kind) != _decoded(self._types[name]):
-                    raise DataError(f"{file}: column {name} is {kind}, expected {self._types[name]} as in {first}")
+        types = {file: _types_of(one.schema) for file, one in found.items() if one.blocks}
+        of_folders = _types_of_folders([*types])
+        first = next(iter(types), None)
+        self._types = {**of_folders, **types[first]} if first else {}
+        if columns is None:  # all of the files, and those of folders that all of them have
+            columns = [name for name in self._types if name not in of_folders or _have_folder(name, [*types])]
+        self.columns = list(columns)
+        self._of_folders = [name for name in self.columns if first and name not in types[first] and name in of_folders]
+        self._of_files = [name for name in self.columns if name not in self._of_folders]
+        for file, of_file in types.items():
+            for name in self._of_folders:
+                if name not in _values_of_folders(file):
+                    raise DataError(f"{file}: has no column {name}, nor a folder {name}=..., as other files have")
+            for name in self._of_files:
+                names = found[file].schema.names
+                if names.count(name) > 1:
+                    raise DataError(f"{file}: has column {name} twice: it has {', '.join(names)}")
+                if name not in of_file:
+                    raise DataError(f"{file}: has no column {name}: it has {', '.join([*of_file, *of_folders])}")
+                if _decoded(of_file[name]) != _decoded(self._types[name]):
+                    raise DataError(
+                        f"{file}: column {name} is {of_file[name]}, expected {self._types[name]} as in {first}"
+                    )
 
     def opened(self, file: DataFile) -> Opened:
         """Opens a file; raises DataError."""
         raise NotImplementedError
 
-    def table(self, block: Block) -> Any:
-        """Table of pyarrow with the columns of a block; raises DataError."""
+    def table(self, block: Block, columns: Sequence[str]) -> Any:
+        """Table of pyarrow with these columns of a block; raises DataError."""
         raise NotImplementedError
 
     def types(self) -> dict[str, str]:
         return {name: str(kind) for name, kind in self._types.items()}
 
     def checksum(self) -> int:
-        """Checksum of the checksums of the files."""
-        return zlib.crc32(str(self._checksums).encode())
+        """Checksum of the checksums of the files, and of their folders' columns."""
+        content = str(self._checksums)
+        if self._of_folders:
+            of_blocks = [_values_of_folders(block.file) for block in self.blocks]
+            content += str([[of_block[name] for name in self._of_folders] for of_block in of_blocks])
+        return zlib.crc32(content.encode())
 
     def read(self, block: Block) -> Columns:
-        table = self.table(block)
-        return {name: _values(_in_one(table.column(name)), f"{block.name}: column {name}") for name in self.columns}
+        import pyarrow as pa
+
+        values: Columns = {}
+        table = self.table(block, self._of_files)
+        for name in self._of_files:
+            values[name] = _values(_column(table, name), f"{block.name}: column {name}")
+        for name in self._of_folders:
+            value = _values_of_folders(block.file)[name]
+            if self._types[name] == pa.int64():
+                values[name] = np.full(block.num_rows, int(value), np.int64)
+            else:
+                values[name] = np.full(block.num_rows, value, object)
+        return values
+
+
+def _types_of(schema: Any) -> dict[str, Any]:
+    """Types of the columns of a file by name; in place of a column with fields, theirs."""
+    import pyarrow as pa
+
+    types: dict[str, Any] = {}
+    for name, kind in zip(schema.names, schema.types, strict=True):
+        if pa.types.is_struct(kind):
+            fields = _types_of(pa.schema([kind.field(number) for number in range(kind.num_fields)]))
+            types |= {f"{name}.{field}": of_field for field, of_field in fields.items()}
+        else:
+            types[name] = kind
+    return types
+
+
+def _types_of_folders(files: Sequence[DataFile]) -> dict[str, Any]:
+    """Types of the columns that the files' folders name: whole numbers, or texts."""
+    import pyarrow as pa
+
+    types: dict[str, Any] = {}
+    for file in files:
+        for name, value in _values_of_folders(file).items():
+            types.setdefault(name, pa.int64())
+            if not WHOLE.fullmatch(value):
+                types[name] = pa.string()
+    return types
+
+
+def _have_folder(name: str, files: Sequence[DataFile]) -> bool:
+    return all(name in _values_of_folders(file) for file in files)
+
+
+def _values_of_folders(file: DataFile) -> dict[str, str]:
+    """Values in the names of a file's folders, such as label=3, by column."""
+    pairs = [folder.partition("=") for folder in file.url.split("/")[:-1]]
+    return {name: unquote(value) for name, equals, value in pairs if name and equals}
+
+
+def _column(table: Any, name: str) -> pa.Array:
+    """A column of a table, or a field of one."""
+    import pyarrow.compute as pc
+
+    if name in table.column_names:
+        return _in_one(table.column(name))
+    parent = max((one for one in table.column_names if name.startswith(f"{one}.")), key=len)
+    return pc.struct_field(_in_one(table.column(parent)), name.removeprefix(f"{parent}.").split("."))
 
 
 def _decoded(kind: Any) -> Any:

@@ -53,12 +53,14 @@ def refuse(of_ranks: Sequence[tuple[str, Mapping[str, str]]]) -> None:
             expected, received = first.get(name, "missing"), other.get(name, "missing")
             # A user's module that only one rank has is a different configuration, which another check reports.
             if expected != received and not (name.startswith("module ") and "missing" in (expected, received)):
-                advice = "bring code, libraries and data to the same state on all hosts"
                 if name.endswith(DIVIDED):
-                    advice = "pass all rows on every rank (no x[rank::size]), and give random data a seed"
+                    raise ConfigError(
+                        f"rank {rank} on {host} has other {name.removesuffix(DIVIDED)} than rank 0 on {host_0}: pass"
+                        " all rows on every rank (no x[rank::size]), and give random data a seed"
+                    )
                 raise ConfigError(
                     f"rank {rank} on {host} has another {name} than rank 0 on {host_0}: {received}, not {expected}:"
-                    f" {advice}"
+                    " bring code, libraries and data to the same state on all hosts"
                 )
 
 

@@ -38,6 +38,8 @@ class Evaluation(keras.callbacks.Callback):
         """numbers of this rank's shards: one, or one per virtual rank"""
         num_test, whole_batch = run.numbers.num_test, run.validation.batch_size or 1
         self.shards = [data.evaluation_shard(num_test, number, self.num_shards, whole_batch) for number in self.own]
+        if self.test.is_of_rank_0:
+            self.shards = [range(0 if number else num_test) for number in self.own]
         self.batches: list[Any] = []
         if run.config.train.virtual_ranks:
             self.test.fix_order()

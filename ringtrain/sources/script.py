@@ -109,6 +109,8 @@ def _job(process: Process, source: ScriptSource) -> Job:
     # A stream brings its own batches, which are the steps. Their number of rows is known only if it is the same in all.
     num_train = len(train)
     more = {**train.plan, **script_model.compile_by_xla(process, model, train)}
+    if isinstance(test, data.Stream) and test.is_of_rank_0:
+        more["validated by"] = f"rank 0 alone, {test.why_rank_0}".removesuffix(", ")
     if isinstance(train, data.Stream):
         more |= _plan_of_stream(train, test)
         batch_size = train.batch_size
@@ -165,13 +167,16 @@ def _checksums(process: Process, model: keras.Model, data_set: data.DataSet) -> 
     """What all ranks must have in common; names of that part which all runs of one name have in common."""
     # Data. The first batch of a stream to validate need not be the same in every start.
     train, test = data_set.train, data_set.test
-    checksums = {name + consistency.DIVIDED: text for name, text in data.checksums(data_set).items()}
+    in_words_of_fit = {"training data": "training data", "test data": "validation data"}
+    checksums = {}
+    for name, text in data.checksums(data_set).items():
+        checksums[in_words_of_fit[name] + consistency.DIVIDED] = text
     if process.config.train.virtual_ranks:  # equal bits need the same instructions, and as many threads
         checksums |= devices.of_kernels(process.pinning)
         checksums["number of threads"] = str(num_threads(tf.config.threading.get_intra_op_parallelism_threads()))
     of_name = {*checksums}
     if isinstance(test, data.Stream):
-        of_name.remove(f"test data{consistency.DIVIDED}")
+        of_name.remove(f"validation data{consistency.DIVIDED}")
 
     # Losses, metrics and optimizers; of an endless stream the length of a call, as an epoch's last one is whole, too.
     compiled = identity.of_script(model)

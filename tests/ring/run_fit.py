@@ -427,7 +427,7 @@ def batches_of_rank_0() -> None:
         ("the data ended after 5 batches", (sent(_queue, 5), None)),
         ("rank 0 cannot read its batches: |ValueError: queue closed", (sent(_queue), None)),
         ("has other batches than rank 0, by step 1", (_queue(), None)),
-        ("has another test data", (_generated(), _queue())),
+        ("has other validation data", (_generated(), _queue())),
         ("expected batches; of arrays, pass all", (sent(lambda: X), None)),
     ):
         try:
@@ -436,6 +436,36 @@ def batches_of_rank_0() -> None:
             assert all(word in str(error) for word in words.split("|")), error
         else:
             raise AssertionError(f"trained in spite of {words}")
+
+
+@only(np=2)
+def what_rank_0_has_read_alone_it_reads_later() -> None:
+    """A shuffle that training and validation share, in one call and in later ones, has the orders of one process."""
+
+    def made() -> tuple[tf.data.Dataset, tf.data.Dataset]:
+        pairs = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(100, seed=7)
+        noise = pairs.map(lambda x, y: (x + 0 * tf.random.normal([6], dtype=x.dtype), y), num_parallel_calls=2)
+        return pairs.batch(16), noise.batch(16)
+
+    ours, reference = compiled(dense()), compiled(dense())
+    train, noise = made()
+    of_keras, noise_of_keras = made()
+    more: dict[str, Any] = {"epochs": 2, "verbose": 0}
+    for x, held_out, x_of_keras, held_out_of_keras in (
+        (train, noise, of_keras, noise_of_keras),
+        (noise, None, noise_of_keras, None),
+        (train, None, of_keras, None),
+    ):
+        history = ringtrain.fit(ours, x, validation_data=held_out, options=options(), **more)
+        expected = reference.fit(x_of_keras, validation_data=held_out_of_keras, **more)
+        assert distance(ours, reference) < 1e-10
+        np.testing.assert_allclose(list(history.history.values()), list(expected.history.values()), rtol=1e-6)
+    # Metrics of validation are those of all rows also in an order of rank 0's own.
+    unseeded = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(100).batch(16)
+    tf.random.set_seed(None)
+    history = ringtrain.fit(ours, X, Y, validation_data=unseeded, options=options(), **more)
+    loss = ours.evaluate(X, Y, batch_size=100, verbose=0)
+    np.testing.assert_allclose(history.history["val_loss"][-1], loss, rtol=1e-6)
 
 
 @only(np=2)
@@ -463,7 +493,7 @@ def another_order_on_a_rank_is_refused() -> None:
     try:
         ringtrain.fit(compiled(dense()), X, Y, validation_data=_pairs(seed=hvd.rank()), verbose=0, options=options())
     except ringtrain.errors.ConfigError as error:
-        assert "rank 1 on" in str(error) and "another test data" in str(error), error
+        assert "rank 1 on" in str(error) and "other validation data than rank 0" in str(error), error
     else:
         raise AssertionError("validated with other batches")
 

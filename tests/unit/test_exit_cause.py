@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import pytest
 
@@ -79,6 +80,13 @@ def test_a_rank_that_left_without_a_word_is_named_before_those_it_took_along(tex
         "  last",
         "  words",
     ]
+
+
+def test_a_package_that_another_python_lacks() -> None:
+    for name, is_here in (("numpy", True), ("no_such_package", False)):
+        lines = ["Traceback (most recent call last):", f"ModuleNotFoundError: No module named '{name}.linalg'"]
+        said = decide(1, reader(), OPEN_MPI_EXITED, {1: lines}, "mpirun").text
+        assert (f"{name} is installed for {sys.executable}: start the script with `python`" in said) == is_here
 
 
 @pytest.mark.parametrize("said", [OPEN_MPI_KILLED, PRRTE_KILLED, MPICH_KILLED, INTEL_KILLED])

@@ -183,11 +183,21 @@ def test_the_state_is_that_of_the_last_start(events: list, state: str) -> None:
     assert postmortem.state([earlier, *last]) == state
 
 
+def test_runs_are_looked_for_in_a_run_or_among_them(
+    many: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(many)
+    assert cli.main(["runs"]) == 2 and "runs ." in capsys.readouterr().err
+    assert cli.main(["runs", "third"]) == 2
+    assert f"third: is a run: give the folder that it is in, {many}\n" in capsys.readouterr().err
+
+
 def test_a_folder_without_runs_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for words in (["runs"], ["report"]):
         assert cli.main(words) == 2
-        assert capsys.readouterr().err.startswith("ringtrain: runs: holds no runs: give the folder of")
+        said = f"ringtrain: {tmp_path}/runs: does not exist: change to the directory in which the job was started"
+        assert capsys.readouterr().err.startswith(said)
     assert cli.main(["runs", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
 

@@ -29,7 +29,6 @@ from ringtrain.errors import DataError
 
 NUM = 60
 COLUMNS = {"parquet": ("x", "y"), "tfrecord": ("x", "y"), "tar": ("npy", "cls"), "images": ("image", "class")}
-ON_DISK = {**COLUMNS, "arrow": ("x", "y")}
 
 
 def tar_of(path: Path, members: dict[str, bytes]) -> None:
@@ -54,13 +53,6 @@ def write(kind: str, folder: Path) -> Path:
         if kind == "parquet":
             pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
             pq.write_table(pa.table({"x": part / 2.0, "y": part}), path, row_group_size=7)
-        elif kind == "arrow":
-            pa = pytest.importorskip("pyarrow")
-            columns = {"x": part / 2.0, "y": part} if part[0] else {"y": part, "x": part / 2.0}
-            table = pa.table(columns)
-            make = pa.ipc.new_file if part[0] == 20 else pa.ipc.new_stream
-            with make(str(path), table.schema) as writer:
-                writer.write_table(table, max_chunksize=7)
         elif kind == "tfrecord":
             with tf.io.TFRecordWriter(str(path)) as writer:
                 for row in part.tolist():
@@ -80,7 +72,7 @@ def write(kind: str, folder: Path) -> Path:
 
 
 def passes(files: Any, kind: str, **more: Any) -> list[Any]:
-    inputs, target = ON_DISK[kind]
+    inputs, target = COLUMNS[kind]
     rows = Records(files, inputs, target, **more).dataset(16, seed=3)
     return [(x.tolist(), y.tolist()) for x, y in rows.as_numpy_iterator()]
 
@@ -402,7 +394,7 @@ def test_damaged_blocks_are_skipped_and_counted(kind: str, tmp_path: Path, capfd
     """In training, if it is asked for; evaluation fails, and so does a file that has changed."""
     folder = write(kind, tmp_path / "rows")
     num_damaged = damage(kind, folder)
-    inputs, target = ON_DISK[kind]
+    inputs, target = COLUMNS[kind]
     rows = Records(folder, inputs, target, on_error="skip")
     seen = [y for _, of_batch in passes_of(rows, 3) for y in of_batch]
     assert len(seen) == NUM and {*range(NUM)} - {*seen} == {*range(20, 20 + num_damaged)}
@@ -424,22 +416,22 @@ def passes_of(rows: Records, seed: int | None) -> list[Any]:
     return [(x.tolist(), y.tolist()) for x, y in rows.dataset(16, seed=seed).as_numpy_iterator()]
 
 
-@pytest.mark.parametrize("kind", ON_DISK)
+@pytest.mark.parametrize("kind", COLUMNS)
 def test_data_are_shown_and_converted(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pyarrow")
     folder = write(kind, tmp_path / "rows")
     assert cli.main(["data", "show", str(folder), "--check", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown["rows"] == NUM and {*ON_DISK[kind]} <= {*shown["columns"]}
+    assert shown["rows"] == NUM and {*COLUMNS[kind]} <= {*shown["columns"]}
     assert cli.main(["data", "show", str(folder), "--check"]) == 0
-    assert ON_DISK[kind][0] in capsys.readouterr().out
+    assert COLUMNS[kind][0] in capsys.readouterr().out
     for seed in ([], ["--seed", "1"]):
         target = tmp_path / f"parquet{len(seed)}"
         words = ["data", "convert", str(folder), "--to", str(target), "--rows", "16", "--blocks", "2", *seed]
         assert cli.main(words) == 0
         assert cli.main(words) == 2  # it exists
         assert [path.name for path in sorted(target.iterdir())] == ["part-00000.parquet", "part-00001.parquet"]
-        inputs, target_column = ON_DISK[kind]
+        inputs, target_column = COLUMNS[kind]
         rows = [
             [
                 (str(x), int(y))
@@ -496,8 +488,54 @@ def test_classes_of_folders_have_names(tmp_path: Path) -> None:
     assert len(inputs(FitArguments(x=rows, validation_data=held_out), 4)[1]) == NUM // 3
 
 
+def test_images_that_cannot_be_decoded_are_named_or_skipped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where the transform decodes them, and by `ringtrain data show --check`."""
+    good = tf.io.encode_png(np.arange(48, dtype=np.uint8).reshape(4, 4, 3)).numpy()
+    for number in range(12):
+        path = tmp_path / "rows" / f"class-{number % 2}" / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes({3: b"", 8: good[:40]}.get(number, good))
+    bad = ["08.png", "03.png"]
+
+    def transform(images: Any, labels: Any) -> Any:
+        return tf.map_fn(tf.io.decode_png, images, fn_output_signature=tf.uint8), labels
+
+    def passed(seed: int | None, batch_size: int, on_error: str) -> list[Any]:
+        rows = Records(tmp_path / "rows", "image", "class", transform=transform, on_error=on_error)
+        return [images.shape[0] for _ in range(2) for images, _ in rows.dataset(batch_size, seed)]
+
+    for batch_size in (1, 5):
+        assert sum(passed(3, batch_size, "skip")) == 24
+        text = capfd.readouterr().err
+        assert [text.count(f"{name}: transform fails: ") for name in bad] == [1, 1]
+    for seed, on_error in ((None, "skip"), (3, "fail")):
+        with pytest.raises(tf.errors.OpError, match=r'(08|03).png: transform fails: .*on_error="skip"'):
+            passed(seed, 4, on_error)
+    capfd.readouterr()
+    assert cli.main(["data", "show", str(tmp_path / "rows"), "--check"]) == 2
+    shown = capfd.readouterr()
+    assert [line.partition(": ")[0][-6:] for line in shown.out.splitlines()] == bad
+    assert "2 of 12 blocks cannot be read" in shown.err
+    for name in bad:
+        for path in tmp_path.rglob(name):
+            path.unlink()
+    assert cli.main(["data", "show", str(tmp_path / "rows"), "--check"]) == 0
+    assert "all 10 blocks can be read" in capfd.readouterr().out
+
+
+def test_a_transform_that_fails_for_whole_batches_says_so(tmp_path: Path) -> None:
+    def transform(numbers: Any) -> Any:
+        tf.debugging.assert_less(tf.shape(numbers)[0], 2)
+        return numbers
+
+    folder = write("tfrecord", tmp_path / "rows")
+    with pytest.raises(tf.errors.OpError, match="transform fails for a batch, and for none of its rows"):
+        list(Records(folder, "x", transform=transform).dataset(8))
+
+
 def test_arrays_of_other_types_in_later_rows_are_refused(tmp_path: Path) -> None:
     """They would be cut or rounded."""
+    pytest.importorskip("pyarrow")  # for `convert`
     tar_of(tmp_path / "named.tar", {"0.x.npy": npy([1.5, 2]), "0.y.cls": b"3"})
     x, y = next(iter(Records(tmp_path / "named.tar", "x.npy", "y.cls").dataset(1)))
     assert x.numpy().tolist() == [[1.5, 2]] and y.numpy().tolist() == [3]
@@ -590,33 +628,3 @@ def test_fit_skips_damaged_blocks_or_ends_in_one_line(tmp_path: Path) -> None:
     assert ends[1].returncode != 0
     line = r"^ringtrain\.errors\.DataError: .*part-20: records from 7 on cannot be read: corrupted record at \d+$"
     assert len(re.findall(line, ends[1].stderr, re.MULTILINE)) == 1, ends[1].stderr[-3000:]
-
-
-def test_values_of_an_arrow_file_keep_no_other_column_in_memory(tmp_path: Path) -> None:
-    """The cache of blocks counts the bytes of the values, which would be part of all columns."""
-    folder = write("arrow", tmp_path / "rows")
-    _, values = Records(folder, "x", "y")._first_block()
-    for array in values:
-        base = array if array.base is None else array.base
-        assert base.nbytes == array.nbytes
-
-
-def test_arrow_files_that_are_cut_or_have_dictionaries(tmp_path: Path, store: Any) -> None:
-    pa = pytest.importorskip("pyarrow")
-    folder = write("arrow", tmp_path / "rows")
-    batches = passes(folder, "arrow")
-    assert sorted(row for _, of_batch in batches for row in of_batch) == [*range(NUM)]
-    assert all(x == [row / 2 for row in of_batch] for x, of_batch in batches)
-    for name, size in (("part-00", -8), ("part-00", -300), ("part-20", 1000)):
-        (tmp_path / "cut").write_bytes((folder / name).read_bytes()[:size])
-        with pytest.raises(DataError, match=r"/cut: (is cut|cannot be read as Arrow)"):
-            Records(tmp_path / "cut", "x")
-    table = pa.table({"x": pa.array(["a", "b"]).dictionary_encode()})
-    with pa.ipc.new_stream(str(tmp_path / "words"), table.schema) as writer:
-        writer.write_table(table)
-    with pytest.raises(DataError, match="has dictionaries"):
-        Records(tmp_path / "words", "x")
-    store.faults = False
-    store.upload(folder)
-    with pytest.raises(DataError, match="read from disk alone"):
-        Records("odd://rows", "x")

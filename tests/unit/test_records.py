@@ -14,11 +14,14 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from numpy.typing import NDArray
 
+import ringtrain
+from ringtrain import from_rank_0, keras_evaluate
 from ringtrain.data import blocks
 from ringtrain.data.block_cache import BlockCache, num_bytes
 from ringtrain.data.parts import Parts
@@ -251,6 +254,19 @@ def test_arguments_that_would_be_taken_for_others(folder: Path) -> None:
             Records(**{"files": folder, "inputs": "x", **arguments})
 
 
+def test_one_process_evaluates_rows_of_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As several ranks do, which divide the rows."""
+    monkeypatch.setattr(keras_evaluate, "_num_ranks", lambda: 1)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+    model.compile("sgd", "mae")
+    rows = Records(folder, inputs="x", target="id")
+    expected = np.arange(203) * 2.5
+    for given in (rows, from_rank_0(rows), lambda rank, size: rows):
+        assert ringtrain.predict(model, given, verbose=0)[:, 0].tolist() == expected.tolist()
+        error = ringtrain.evaluate(model, given, batch_size=7, verbose=0)
+        assert error == pytest.approx(np.mean(expected - np.arange(203)))
+
+
 def test_what_cannot_be_read_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
     first = folder / "part-0.tfrecord"
     content = bytearray(first.read_bytes())
@@ -346,6 +362,38 @@ def test_parquet(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [[1.0], [1.0, 2.0]]}), tmp_path / "lists.parquet")
     with pytest.raises((DataError, tf.errors.OpError), match="column a: lists of several lengths"):
         list(Records(tmp_path / "lists.parquet", inputs="a").dataset(500))
+
+
+def test_columns_of_folders_and_fields_of_columns(tmp_path: Path) -> None:
+    """As in files that Spark partitions, and in image sets that a hub keeps as Parquet."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for label in (3, 10):
+        for site in ("a", "b c"):
+            folder = tmp_path / "rows" / f"label={label}" / f"site={site}".replace(" ", "%20")
+            folder.mkdir(parents=True)
+            images = [{"bytes": b"%d" % label, "path": path} for path in (None, "a.png")]
+            pq.write_table(pa.table({"image": images, "a.b": [1, 2]}), folder / "part.parquet")
+    rows = Records(tmp_path / "rows", inputs={name: name for name in ("image.bytes", "site", "a.b")}, target="label")
+    read = [(x, y) for x, y in rows.dataset(1).unbatch().as_numpy_iterator()]
+    assert [int(y) for _, y in read] == [10] * 4 + [3] * 4
+    assert [(x["image.bytes"], x["site"], x["a.b"]) for x, _ in read[3:5]] == [(b"10", b"b c", 2), (b"3", b"a", 1)]
+    assert rows.files.types() == {
+        "label": "int64",
+        "site": "string",
+        "image.bytes": "binary",
+        "image.path": "string",
+        "a.b": "int64",
+    }
+    checksum = RecordRows(Records(tmp_path / "rows", "a.b", "site")).checksum()
+    (tmp_path / "rows" / "label=10" / "site=b%20c").rename(tmp_path / "rows" / "label=10" / "site=c")
+    assert RecordRows(Records(tmp_path / "rows", "a.b", "site")).checksum() != checksum
+    with pytest.raises(DataError, match=r"has no column image: it has image.bytes, image.path, a.b, label, site"):
+        Records(tmp_path / "rows", "image")
+    with pytest.raises(DataError, match=r"image.path: 1 of 2 values are null"):
+        Records(tmp_path / "rows", "image.path")
+    pq.write_table(pa.table({"a.b": [1]}), tmp_path / "rows" / "other.parquet")
+    with pytest.raises(DataError, match=r"other.parquet: has no column label, nor a folder label="):
+        Records(tmp_path / "rows", "a.b", "label")
 
 
 def test_ranks_with_other_rows_in_files_of_equal_size_have_other_checksums(tmp_path: Path) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
 
-from ringtrain.data.blocks import Files
-from ringtrain.data.data_files import files_of
+from ringtrain.data.blocks import Block, Files
+from ringtrain.data.data_files import files_of, of_each
 from ringtrain.data.record_files import opened
 from ringtrain.errors import DataError, LaunchError
 from ringtrain.lab.tables import Table
 from ringtrain.options import AT_LEAST_0, Argument, N
 
+IMAGES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8")
+"""first bytes of encoded images"""
 MAX_LETTERS = 40
 """of a value"""
 
@@ -29,7 +32,7 @@ class Options:
     rows: Annotated[int, N, AT_LEAST_0] = 3
     """number of first rows that are printed"""
     check: bool = False
-    """read all blocks, and compare checksums, which TFRecords have, and Parquet if it was written with them"""
+    """read all blocks, decode images, and compare checksums, which TFRecords have, and Parquet if it was written so"""
     json: bool = False
     """print a JSON object"""
 
@@ -41,8 +44,7 @@ def main(options: Options) -> int:
     files = all_columns(options.files)
     facts = facts_of(files)
     if options.check:
-        for block in files.blocks:
-            files.read(block)
+        check(files)
     if options.json:
         facts |= {"columns": files.types(), "checksum": f"{files.checksum():08x}", "checked": options.check}
         print(json.dumps(facts, indent=1))
@@ -58,6 +60,51 @@ def main(options: Options) -> int:
     if options.check:
         print(f"all {len(files.blocks):,} blocks can be read")
     return 0
+
+
+def check(files: Files) -> None:
+    """Reads all blocks, and decodes their images; raises DataError after a line for each that fails."""
+    problems = [
+        problem for problem in of_each(lambda block: problem_of(files, block), files.blocks).values() if problem
+    ]
+    for problem in problems:
+        print(problem)
+    if problems:
+        raise DataError(f"{len(problems):,} of {len(files.blocks):,} blocks cannot be read")
+
+
+def problem_of(files: Files, block: Block) -> str:
+    """What is wrong with a block; "": nothing."""
+    try:
+        columns = files.read(block)
+    except DataError as error:
+        return str(error)
+    for name, values in columns.items():
+        contents = [value for value in values.flat if isinstance(value, bytes)]
+        is_image = files.kind == "images" and name == "image"
+        if not is_image and not any(content.startswith(IMAGES) for content in contents):
+            continue
+        for number, content in enumerate(contents):
+            problem = problem_of_image(content)
+            if problem and is_image:
+                return f"{block.name}: {problem}"
+            if problem:
+                return f"{block.name}: {name}, row {number}: {problem}"
+    return ""
+
+
+def problem_of_image(content: bytes) -> str:
+    """What is wrong with an encoded image; "": nothing."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # it logs each of them
+    import tensorflow as tf
+
+    from ringtrain.data import image_files
+
+    try:
+        tf.io.decode_image(content)
+    except tf.errors.OpError as error:
+        return image_files.text_of(error)
+    return ""
 
 
 def first_rows(files: Files, num_rows: int) -> dict[str, list[str]]:

@@ -53,10 +53,23 @@ def main(options: Options) -> int:
     elif options.prometheus:
         print(time_use.prometheus(runs), end="")
     elif not runs:
-        raise RunDirectoryError(f"{options.folder}: holds no runs: give the folder of --run.directory")
+        raise RunDirectoryError(_why_none(options.folder))
     else:
         table(runs).show()
     return 0
+
+
+def _why_none(folder: str) -> str:
+    """Why a folder has no runs, and where they may be."""
+    if remote.is_url(folder):
+        return f"{folder}: holds no runs: give the URL of a mirror"
+    path = Path(folder).absolute()
+    if (path / "config.toml").exists():
+        return f"{folder}: is a run: give the folder that it is in, {path.parent}"
+    if folder == RUNS and runs_in(Path()):
+        return f"{path}: does not exist, but {path.parent} holds runs: ringtrain runs ."
+    problem = "holds no runs" if path.exists() else "does not exist"
+    return f"{path}: {problem}: change to the directory in which the job was started, or give a path"
 
 
 def listed(folder: str) -> list[dict[str, Any]]:
@@ -74,7 +87,7 @@ def newest(parent: Path = Path(RUNS)) -> Path:
     """Folder of the run that was started last; raises RunDirectoryError if there is none."""
     folders = runs_in(parent)
     if not folders:
-        raise RunDirectoryError(f"{parent}: holds no runs: give the folder of a run")
+        raise RunDirectoryError(_why_none(str(parent)))
     return folders[0]
 
 
