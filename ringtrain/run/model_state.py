@@ -68,8 +68,10 @@ def freeze(model: keras.Model, frozen: Sequence[int]) -> None:
 def freeze_in_training(model: keras.Model, frozen: Sequence[int]) -> None:
     """Does the same in a run: a step that is traced later still trains the layers of `compile`, as in Keras."""
     compiled = frozen_layers(model)
+    if [*frozen] == compiled:
+        return
     freeze(model, frozen)
-    if [*frozen] == compiled or model.run_eagerly:
+    if model.run_eagerly:
         return
 
     def as_compiled(step: train_step.TrainStep) -> train_step.TrainStep:

@@ -22,6 +22,7 @@ import tensorflow as tf
 
 import ringtrain
 from ringtrain import hvd
+from ringtrain.derived import counted
 from ringtrain.errors import CheckpointError
 from ringtrain.optim.optimizers import last_learning_rate
 from ringtrain.protocol.env import ALONE, COLLECTIVES
@@ -135,7 +136,8 @@ class Recorder(keras.callbacks.Callback):
                     for weight in self.model.trainable_weights:
                         tf.summary.histogram(weight.path, weight.value, step=self.global_step)
             self.summaries.flush()
-        self.progress.epoch(epoch, figures_of(self.epochs[-1]))
+        samples = counted(self.run.config.data.name, self.images_per_step)
+        self.progress.epoch(epoch, figures_of(self.epochs[-1], samples))
 
     def on_train_end(self, logs: Any = None) -> None:
         with self._disk_may_be_full():
@@ -235,7 +237,7 @@ def _records_until(path: Path, global_step: int) -> list[dict[str, Any]]:
     return records
 
 
-def figures_of(record: Mapping[str, Any]) -> list[str]:
+def figures_of(record: Mapping[str, Any], samples: str = "images") -> list[str]:
     """Formats an epoch's record, the least important last. A model without loss or accuracy shows its first metrics."""
     usual = {
         "loss": "loss {:.4f}",
@@ -250,7 +252,7 @@ def figures_of(record: Mapping[str, Any]) -> list[str]:
         shown = [f"{name.replace('_', ' ')} {record[name]:.4f}" for name in names[: len(missing) + 2]]
     else:
         shown = [text.format(record[name]) for name, text in usual.items()]
-    return [*shown, speed(record["images_per_s"])]
+    return [*shown, speed(record["images_per_s"], samples)]
 
 
 def versions() -> dict[str, str]:
@@ -282,6 +284,7 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
         "test_loss": metrics.get("test_loss"),
         "metrics": metrics,
         "images_per_s": recorder.images_per_s if recorder else math.nan,
+        "samples": counted(run.config.data.name, numbers.samples_per_step),
         "num_ranks": numbers.num_ranks,
         "num_parameters": sum(math.prod(variable.shape) for variable in run.model.trainable_variables),
         "slot_bytes": slot_bytes,

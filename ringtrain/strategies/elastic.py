@@ -255,6 +255,7 @@ class BatchScheduler(resume.Clock):
         return self.epoch, range(first, first + self.steps_left)
 
     def end_epoch(self) -> None:
+        super().end_epoch()
         self.current, self.is_open = dataclasses.replace(self.current, position=self.current.length), True
         self.sums = tuple(evaluation.states_of_metrics(self.model))
         self.note_place()
