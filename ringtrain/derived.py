@@ -40,6 +40,11 @@ def scaled_batch(config: Config, global_batch_size: int, num_ranks: int) -> int:
     return global_batch_size
 
 
+IMAGES = ("digits", "fashion-mnist", "mnist", "cifar10", "image-folder", "imagenet-tfrecords", "synthetic")
+WITH_ROWS = ("arrays", "records", "npz", "spark", "script")
+"""names of data whose rows are counted, also where a step has one; a stream without a number of rows has 1"""
+
+
 @dataclass(frozen=True)
 class Numbers:
     """Sizes, steps and learning rates of a run."""
@@ -229,3 +234,12 @@ def without_effect(config: Config) -> list[str]:
     if config.optimizer.name == "adamw" and not config.optimizer.weight_decay:
         sentences.append("optimizer.name adamw without optimizer.weight_decay is adam")
     return sentences
+
+
+def counted(data_name: str, samples_per_step: int) -> str:
+    """What the samples of a run are: images, rows, or whole batches of data whose rows are not known before."""
+    if data_name in IMAGES:
+        return "images"
+    if samples_per_step == 1 and data_name not in WITH_ROWS:
+        return "batches"
+    return "rows"

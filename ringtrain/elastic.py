@@ -26,7 +26,7 @@ from ringtrain import hvd
 from ringtrain.config import Config, ScheduleConfig
 from ringtrain.derived import Numbers, derive, num_shards
 from ringtrain.protocol import failures
-from ringtrain.run import console, from_checkpoint, resume
+from ringtrain.run import console, from_checkpoint, model_state, resume
 from ringtrain.run.callback_state import SharedCallbackState
 from ringtrain.run.context import Job, Opening, Process
 from ringtrain.sources import on_rank
@@ -121,6 +121,8 @@ class OtherRanks:
         """Position of the rank that is furthest; on the first ranks, of the newest checkpoint."""
         hvd.elastic.set_gradient_share(job.model.optimizer, 1.0)  # all ranks reduce together, from the same weights
         if self.state.folder:
+            if self.state.start.frozen is not None:
+                model_state.freeze_in_training(job.model, self.state.start.frozen)
             endings = hvd.allgather_object(self.strategy.ending, name="ringtrain_endings")
             return dataclasses.replace(self.state.start, ending=_common(endings)), {}
         config, must_match, saved = process.config, job.numbers, self._saved

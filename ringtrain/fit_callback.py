@@ -314,7 +314,7 @@ class MetricsOfAllRanks(evaluation.Evaluation):
             return
         hvd.end_round(self.model)
         hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
-        logs = self.logs = {} if logs is None else logs
+        logs = {} if logs is None else logs
         trained, results = self.trained or (self.summed(1), self.results)
         self.set_metrics(logs, trained | self.validated, (results,))
         logs |= self.validated

@@ -274,7 +274,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
             print(f"ringtrain: {history.run} {text}", file=sys.stderr, flush=True)
         resume.restore_result(model, history.run, summary, process.config.checkpoint.saved_model)
         script.restore_callbacks(arguments.callbacks, history, history.run)
-        model.history = history
+        model.history, model.stop_training = history, bool(summary["stopped_by"])
     _ended.add(history.run.resolve())
     history.checksum = summary["checksum"]
     return history

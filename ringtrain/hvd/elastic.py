@@ -26,7 +26,7 @@ from ringtrain.hvd.backend import (
 )
 from ringtrain.hvd.batch_norm import is_shared, seeds
 from ringtrain.hvd.collectives import allgather_object, broadcast_object, broadcast_variables, init, shutdown
-from ringtrain.hvd.keras_patches import compiled_optimizer, has_weights, optimizers_of, reduction_of
+from ringtrain.hvd.keras_patches import compiled_optimizer, has_weights, reduction_of, slots_of
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.process import PROCESS, elastic
 from ringtrain.hvd.sync import broadcast_model
@@ -176,8 +176,7 @@ class KerasState(_VariablesState):
         super().sync()
 
     def _variables(self) -> list[Any]:
-        optimizers = optimizers_of(self.model, self.optimizer)
-        slots = [variable for optimizer in optimizers for variable in optimizer.variables]
+        slots = slots_of(self.model, self.optimizer)
         return [*self.model.weights, *slots, *(seeds(self.model) if is_shared(self.model) else [])]
 
 

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -25,6 +25,9 @@ from ringtrain.hvd.backend import horovod
 from ringtrain.hvd.process import PROCESS, elastic
 from ringtrain.hvd.train_step import has_layer, is_own, wrap
 from ringtrain.protocol.failures import REDUCING, ended_well, report_weights
+
+WEIGHTS = ("_trainable_variables", "_updated_variables", "_self_")
+"""how the names of an optimizer's attributes begin that hold what it updates: the last ones are TensorFlow's copies"""
 
 
 def teach_keras() -> None:
@@ -186,11 +189,36 @@ def optimizers_of(model: keras.Model, optimizer: Any = None) -> list[Any]:
 
 
 def slots_of(model: keras.Model, optimizer: Any = None) -> list[Any]:
-    """Returns the variables of all of these optimizers; arguments as for `optimizers_of`."""
-    variables: list[Any] = []
+    """Returns the variables of all of these optimizers; arguments as for `optimizers_of`.
+
+    Also those that Keras does not track: of TensorFlow, or of an optimizer within another one, as Nadam's are in a
+    `LossScaleOptimizer`.
+    """
+    found: dict[int, Any] = {}
+    weights = {id(variable) for variable in model.variables}
     for held in optimizers_of(model, optimizer):
-        variables += held.variables
-    return variables
+        found |= {id(variable): variable for variable in held.variables}
+        found |= {id(variable): variable for variable in _variables_in(held, set()) if id(variable) not in weights}
+    return list(found.values())
+
+
+def _variables_in(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yields the variables that an optimizer keeps in attributes, containers and optimizers within it, but weights."""
+    if isinstance(value, tf.Variable | keras.Variable):
+        yield value
+        return
+    parts: Any = ()
+    if isinstance(value, keras.optimizers.Optimizer):
+        parts = [part for name, part in vars(value).items() if not name.startswith(WEIGHTS)]
+    elif isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, list | tuple):
+        parts = value
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    for part in parts:
+        yield from _variables_in(part, seen)
 
 
 def has_schedule(optimizer: Any) -> bool:
@@ -202,6 +230,11 @@ def velocities(optimizer: Any) -> list[Any]:
     """Variables of an SGD or RMSprop that contain its momentum."""
     slots = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []
     return [velocity for velocity in slots if velocity is not None]
+
+
+def path_of(variable: Any) -> str:
+    """Path of a variable of Keras, or name of one of TensorFlow."""
+    return str(getattr(variable, "path", variable.name))
 
 
 def layers_of(model: keras.Model) -> list[keras.Layer]:

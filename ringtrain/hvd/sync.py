@@ -26,6 +26,7 @@ from ringtrain.hvd.keras_patches import (
     innermost,
     layers_of,
     optimizers_of,
+    path_of,
     reduction_of,
     refuse_horovods_own,
     slots_of,
@@ -258,7 +259,7 @@ def _checksums(model: keras.Model, optimizer: Any, copy: int) -> Iterator[tuple[
     excluded = {id(variable) for variable in local}
     for variable in (*model.weights, *slots_of(model, optimizer)):
         if id(variable) not in excluded:
-            yield variable.path, _checksum(copies_of(variable)[copy].numpy())
+            yield path_of(variable), _checksum(copies_of(variable)[copy].numpy())
 
 
 def _checksum(value: Any) -> int:

@@ -17,6 +17,7 @@ LAYERS = (
     "micro-batches",  # in place of Keras' step, too: the stages of a model on several devices
     "rows",  # what `ringtrain prove` notes of the rows of a part
     "ranks",  # parts of this rank's rows, their weights, and sums over all ranks: optim.step
+    "trainable",  # layers are trained as `compile` has found them: `model_state.freeze_in_training`
     "timing",  # outermost: a step begins when its input is there
 )
 """Names, from the innermost layer to the outermost. Below them is the step of the model's class, or its object's."""

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-NUMBER = re.compile(r"^[-+]?[\d.,]+(e[-+]?\d+)?( ?(%|s|ms|us|min|h|images/s|times|MB|GB))?( [(\[].*)?$")
+NUMBER = re.compile(
+    r"^[-+]?[\d.,]+(e[-+]?\d+)?( ?(%|s|ms|us|min|h|images/s|rows/s|batches/s|times|MB|GB))?( [(\[].*)?$"
+)
 """cell of a column of numbers, also with its spread"""
 
 

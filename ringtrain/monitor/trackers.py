@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import queue
@@ -24,7 +23,7 @@ IDS = "tracking.json"
 """file in the run folder with the run's IDs in the trackers, which a resumed run continues"""
 PROJECT = "ringtrain"
 """MLflow experiment and W&B project, unless MLFLOW_EXPERIMENT_NAME or WANDB_PROJECT names another"""
-FILES = ("report.html", "summary.json", "config.toml", "curves.png")
+FILES = ("report.html", "summary.json", "config.toml")
 END_S, STOPPED_END_S = 60.0, 5.0
 """maximum time in seconds to send the last records of a complete run, and of one that an error or a signal has ended"""
 # MLflow's own defaults, 120 s and 7 retries, add up to minutes before it reports a server that is down.
@@ -151,8 +150,6 @@ def check(config: Config) -> None:
 
     A run that is resumed, maybe after a restart, is not stopped by a tracker that it had: see `Trackers`.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingDependency("matplotlib draws curves.png and is not installed: pip install 'ringtrain[train]'")
     options = config.tracking
     if re.search("://[^/]*:[^/]*@", options.mlflow):
         raise ConfigError(

@@ -14,7 +14,8 @@ import keras
 import tensorflow as tf
 
 from ringtrain.errors import ConfigError
-from ringtrain.hvd.keras_patches import slots_of
+from ringtrain.hvd.collectives import tensor_of
+from ringtrain.hvd.keras_patches import path_of, slots_of
 
 ADVICE = "with virtual ranks it is called for each part of the rows, and weights are updated once, after all of them"
 ASSIGNS = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "ResourceScatter", "ResourceStridedSlice")
@@ -97,7 +98,7 @@ class Effects:
     def __init__(self, model: keras.Model, allowed: Sequence[Any]) -> None:
         self.model = model
         everything = [*model.variables, *model.metrics_variables, *slots_of(model)]
-        self._names = {id(variable.value.handle): variable.path for variable in everything}
+        self._names = {id(tensor_of(variable).handle): path_of(variable) for variable in everything}
         self._allowed = {id(variable.value.handle) for variable in allowed}
 
     def refuse(self, begin: int) -> None:

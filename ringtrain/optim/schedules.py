@@ -25,7 +25,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ringtrain.config import Config
 from ringtrain.derived import Numbers
@@ -123,13 +122,3 @@ def in_words(schedule: Schedule, steps_per_epoch: int) -> dict[str, str]:
         key = " " * number  # no row may have the key of another
         rows[key] = f"{where:<26} {float(schedule.rate(step)):<10.3g} {name}"
     return rows
-
-
-def curve(schedule: Schedule, num_points: int = 1000) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns about `num_points` global steps, including breakpoints, and their learning rates, to plot a schedule."""
-    edges: list[int] = []
-    for corner, _ in corners(schedule):
-        edges += [max(0, corner - 1), corner]
-    evenly = np.linspace(0, schedule.num_steps - 1, min(num_points, schedule.num_steps)).round()
-    steps = np.unique(np.concatenate([evenly, edges]))
-    return steps, schedule.rate(steps)

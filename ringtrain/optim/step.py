@@ -26,6 +26,7 @@ from ringtrain import hvd
 from ringtrain.data.parts import Header, num_rows_of, rows_of
 from ringtrain.errors import ConfigError
 from ringtrain.hvd import train_step
+from ringtrain.hvd.collectives import tensor_of
 from ringtrain.hvd.keras_patches import innermost, layers_of, reduction_of, slots_of
 from ringtrain.hvd.step_timing import PLACE
 from ringtrain.optim import divided, own_step
@@ -180,7 +181,7 @@ class Step:
             self.weights = []
             changed = [*model.weights, *slots_of(model), *self.changed]
             self.changed = list({id(variable): variable for variable in changed}.values())
-        self._before = [tf.Variable(variable.value, trainable=False) for variable in self.changed]
+        self._before = [tf.Variable(tensor_of(variable), trainable=False) for variable in self.changed]
         self._is_under_way = tf.Variable(False, trainable=False)
         hvd.share_state(model)
 
@@ -210,7 +211,7 @@ class Step:
         # Keep what the forward pass changes, then note that a step is under way.
         kept = []
         for variable, copy in zip(self.changed, self._before, strict=True):
-            kept.append(copy.assign(variable.value, read_value=False))
+            kept.append(copy.assign(tensor_of(variable), read_value=False))
         with tf.control_dependencies(kept):
             begun = self._is_under_way.assign(True, read_value=False)
 

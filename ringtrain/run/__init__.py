@@ -22,11 +22,10 @@ resume_check:   what a run must have in common with the checkpoint that it resum
 evaluation:     metrics over all ranks, equal to those of one process
 step_monitor:   phases, timeline and heartbeats of the steps
 measuring:      times the steps of a script's first fit, and ends it
-batch_hooks:    which callbacks may end training within an epoch
 stopping:       ends a run on all ranks after the same step: signals, time limit, plateau, NaN
 run_folder:     the run folder: name, lock, summary.json
 durable:        files and folders that outlive a loss of power
-tracking:       metrics files, TensorBoard, results, curves
+tracking:       metrics files, TensorBoard, results
 console:        plan, progress bar and result in the terminal
 log_capture:    writes standard error to the rank's log, and to the terminal without TensorFlow's messages
 """

@@ -185,10 +185,10 @@ def encoded(value: Any, known: set[int], prefix: str, arrays: Arrays, with_texts
     def all_of(parts: Any) -> list[Any]:
         return [encoded(part, known, prefix, arrays, with_texts) for part in parts]
 
-    if isinstance(value, np.ndarray) and value.ndim:
+    if isinstance(value, np.ndarray):
         return {"array": put(value)}
-    if isinstance(value, np.generic | np.ndarray):
-        value = value.item()
+    if isinstance(value, np.bool_ | np.integer | np.floating) and isinstance(value.item(), bool | int | float):
+        return {"scalar": value.item(), "dtype": value.dtype.str}
     if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 2**63):
         return value
     if isinstance(value, str | bytes) and with_texts:
@@ -338,6 +338,8 @@ def _decoded(value: Any, current: Any, known: set[int]) -> Any:
         inner.clear()
         inner.update(result)
         return inner
+    if kind == "scalar":
+        return np.dtype(value["dtype"]).type(content)
     if kind == "tensor":
         return tf.constant(content)
     if kind == "variable":

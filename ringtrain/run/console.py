@@ -189,11 +189,11 @@ class Progress:
         self.last_line_s = time.monotonic()
 
 
-def speed(images_per_s: float) -> str:
+def speed(samples_per_s: float, samples: str = "images") -> str:
     """Formats a speed, e.g. "1,234 images/s". A run of one step has none: the first step is not measured."""
-    if not math.isfinite(images_per_s):
+    if not math.isfinite(samples_per_s):
         return "too short to measure speed"
-    return f"{images_per_s:,.0f} images/s"
+    return f"{samples_per_s:,.0f} {samples}/s"
 
 
 def show_plan(
@@ -288,7 +288,7 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proo
     if summary["stopped_by"]:
         rows["stopped"] = f"after step {summary['global_step']:,}, {stopped}"
     rows |= _metrics_rows(summary["metrics"])
-    rows["speed"] = speed(summary["images_per_s"])
+    rows["speed"] = speed(summary["images_per_s"], summary.get("samples", "images"))
     rows["time"] = f"{duration(summary['fit_s'])} of training, {duration(total_s)} in all"
     rows |= waiting(summary.get("ranks", ()))
     if failed:

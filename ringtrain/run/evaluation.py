@@ -109,9 +109,13 @@ class Evaluation(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if not self.run.clock.epoch_complete:
             return  # the partial sums in this rank's metrics are saved with the checkpoint
+        logs = {} if logs is None else logs
+        self._add_metrics(epoch, logs)
+        self.logs = dict(logs)  # callbacks add to theirs, which Keras' `on_train_end` does not see
+
+    def _add_metrics(self, epoch: int, logs: dict[str, Any]) -> None:
         hvd.end_round(self.model)
         hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
-        logs = self.logs = {} if logs is None else logs
         metrics = self.summed(num_samples=1)  # not 0, as ranks have trained
         self.set_metrics(logs, metrics, (self.run.clock.results, self.results))
         if not self.run.numbers.num_test or not self.run.validation.is_due(epoch):

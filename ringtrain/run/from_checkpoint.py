@@ -100,7 +100,7 @@ def restore(
     prints.
     """
     from ringtrain import hvd
-    from ringtrain.run import model_state, resume
+    from ringtrain.run import resume
 
     # The newest valid checkpoint, from rank 0's disk: the ranks need no common one.
     config = process.config
@@ -116,17 +116,32 @@ def restore(
             what, _, _ = name.partition(DIVIDED)
             text = f"{start.source} was saved with another {what}: its weights were trained with that"
             print(f"ringtrain: {text}", file=sys.stderr, flush=True)
-    frozen = model_state.frozen_layers(job.model)
-    if start.frozen is not None and start.frozen != frozen and hvd.rank() == 0:
-        text = f"was saved with {len(start.frozen)} frozen layers, now there are {len(frozen)}, or other ones"
-        print(f"ringtrain: {start.source} {text}: set trainable before training, not in a callback", file=sys.stderr)
     # A run that is complete stays as it is. One that has nothing saved may begin from other weights.
     summary = complete_summary(process, start, is_trained(start), f"{job.validation.prefix}accuracy")
     if not summary and config.run.init_from and not start.source:
         source = Path(config.run.init_from)
         hvd.on_rank_0(lambda: resume.load_weights(job.model, source))
         hvd.broadcast_model(job.model, root_rank=0)
-    return start, summary
+    return _with_frozen_layers(job, start, is_complete=bool(summary)), summary
+
+
+def _with_frozen_layers(job: Job, start: Start, is_complete: bool) -> Start:
+    """Freezes the layers that callbacks of the run had frozen; returns its start with those that `compile` has found.
+
+    A script that has frozen others since, such as one that continues another run, keeps its own, which is said.
+    """
+    from ringtrain import hvd
+    from ringtrain.run import model_state
+
+    frozen = model_state.frozen_layers(job.model)
+    if start.frozen is not None and start.frozen != frozen:
+        if start.frozen_as_compiled != frozen:
+            text = f"was saved with {len(start.frozen)} frozen layers, now there are {len(frozen)}, or other ones"
+            if hvd.rank() == 0:
+                print(f"ringtrain: {start.source} {text}", file=sys.stderr)
+        elif not is_complete:
+            model_state.freeze_in_training(job.model, start.frozen)
+    return dataclasses.replace(start, frozen_as_compiled=frozen)
 
 
 def _look_for_lost_checkpoints(folder: Path | None, num_steps: int) -> None:

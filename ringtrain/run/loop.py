@@ -79,9 +79,9 @@ class Training:
             self.callbacks.on_epoch_begin(epoch)
             self.step_logs = {} if steps else clock.step_logs
             yield epoch, steps
-            # Sums of the epoch's steps before a resume: `Clock` adds them after the next step; here, if there was none.
-            clock.add_saved_metrics()
+            clock.restore_metrics()  # if a resumed epoch had no step left, before which they are restored
             logs = _end_epoch(run, self.callbacks, epoch, self.step_logs)
+        model.stop_training = bool(run.callbacks.stop.stopped_by)  # also of a run with nothing left to train
 
         # Nothing is trained any more. First the trained state is saved: whoever continues it, with more epochs or after
         # a kill, must not begin with the weights that averages and callbacks now put in its place.
@@ -105,6 +105,9 @@ class Training:
 def _end_epoch(run: RunContext, callbacks: Any, epoch: int, step_logs: Mapping[str, Any]) -> dict[str, Any]:
     """Calls on_epoch_end; the user's callbacks see complete epochs only, as their state will be saved."""
     run.model.stop_training = False  # set again if a stop is decided; callbacks may ask for the end as well
+    # A signal leaves the epoch open, for the next start. A callback that ends training ends the epoch, as in Keras.
+    if run.callbacks.stop.is_ended and not run.clock.epoch_complete:
+        run.clock.end_epoch()
     if run.clock.epoch_complete:
         run.clock.keep_state()
         callbacks.on_epoch_end(epoch, dict(run.model._get_metrics_result_or_logs(step_logs)))

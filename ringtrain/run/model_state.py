@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from ringtrain import hvd
 from ringtrain.errors import CheckpointError
-from ringtrain.hvd.keras_patches import layers_of, slots_of
+from ringtrain.hvd import train_step
+from ringtrain.hvd.keras_patches import layers_of, path_of, slots_of
 from ringtrain.run import checkpoint
 
 Arrays = dict[str, NDArray[Any]]
@@ -47,13 +48,44 @@ def shapes_of(variables: Sequence[Any]) -> list[list[Any]]:
     for variable in variables:
         part = hvd.part_of(variable)
         whole = part.variable if part else variable
-        rows.append([variable.path, list(whole.shape), str(variable.dtype)])
+        rows.append([path_of(variable), list(whole.shape), keras.backend.standardize_dtype(variable.dtype)])
     return rows
 
 
 def frozen_layers(model: keras.Model) -> list[int]:
     """Places in `layers_of` of the layers that are not trained."""
     return [place for place, layer in enumerate(layers_of(model)) if not layer.trainable]
+
+
+def freeze(model: keras.Model, frozen: Sequence[int]) -> None:
+    """Freezes the layers at these places of `layers_of`, and thaws all others."""
+    for place, layer in enumerate(layers_of(model)):  # outer layers first, which set those in them
+        is_trainable = place not in frozen
+        if layer.trainable != is_trainable:
+            layer.trainable = is_trainable
+
+
+def freeze_in_training(model: keras.Model, frozen: Sequence[int]) -> None:
+    """Does the same in a run: a step that is traced later still trains the layers of `compile`, as in Keras."""
+    compiled = frozen_layers(model)
+    if [*frozen] == compiled:
+        return
+    freeze(model, frozen)
+    if model.run_eagerly:
+        return
+
+    def as_compiled(step: train_step.TrainStep) -> train_step.TrainStep:
+        def traced(data: Any) -> Any:
+            now = frozen_layers(model)
+            freeze(model, compiled)
+            try:
+                return step(data)
+            finally:
+                freeze(model, now)
+
+        return traced
+
+    train_step.wrap(model, "trainable", as_compiled)
 
 
 def shared_variables(model: keras.Model) -> list[Any]:
@@ -239,7 +271,7 @@ def assign(variables: list[Any], arrays: Mapping[str, NDArray[Any]], copy: int |
 
 def _loaded(variable: Any, array: NDArray[Any]) -> NDArray[Any]:
     """Inverts `storable`."""
-    if str(variable.dtype) != "bfloat16":
+    if keras.backend.standardize_dtype(variable.dtype) != "bfloat16":
         return array
     return array.view(keras.ops.convert_to_numpy(variable).dtype)
 

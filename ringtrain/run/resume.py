@@ -73,6 +73,8 @@ class Start:
     """Epoch in which the run has begun, in whichever attempt."""
     frozen: Sequence[int] | None = None
     """`model_state.frozen_layers` when the checkpoint was saved; None: not known."""
+    frozen_as_compiled: Sequence[int] | None = None
+    """The same when that training began, in whichever attempt."""
 
     @property
     def is_later(self) -> bool:
@@ -191,6 +193,9 @@ class Clock(keras.callbacks.Callback):
         """Whether the last call of a step has reached a multiple of `every`."""
         return self.global_step // every > self.before // every
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.restore_metrics()
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.before = self.global_step
         self.global_step += min(self.steps_per_call, self.steps_per_epoch - self.before % self.steps_per_epoch)
@@ -199,16 +204,19 @@ class Clock(keras.callbacks.Callback):
             self.begun = True
             self.journal.write("training", global_step=self.global_step)
         self.results = {}
-        if self.metrics_state:  # now: Keras may have created the metrics in this step
+        if self.metrics_state:  # only now, as Keras has created the metrics in this step
             self.results = evaluation.results_of_metrics(self.model)
-            self.add_saved_metrics()
+            for variable, array in zip(self.model.metrics_variables, self.metrics_state, strict=True):
+                variable.assign_add(array)
+            self.metrics_state = ()
 
-    def add_saved_metrics(self) -> None:
-        """Adds the sums of the epoch's steps before a resume to those of the metrics, once."""
-        if not self.metrics_state:
+    def restore_metrics(self) -> None:
+        """Gives the metrics their state of the epoch's steps before a resume, once, if they are created already."""
+        variables = self.model.metrics_variables
+        if not self.metrics_state or len(variables) != len(self.metrics_state):
             return
-        for variable, array in zip(self.model.metrics_variables, self.metrics_state, strict=True):
-            variable.assign_add(array)
+        for variable, array in zip(variables, self.metrics_state, strict=True):
+            variable.assign(array)
         self.metrics_state = ()
 
 
@@ -336,6 +344,7 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
         is_ended=saved.get("is_ended", False),
         initial_epoch=saved["numbers"].get("initial_epoch", 0),
         frozen=saved.get("frozen"),
+        frozen_as_compiled=saved.get("frozen_as_compiled"),
     )
     states = saved.get("callbacks", ())
     if states:
@@ -406,3 +415,6 @@ def restore_result(
 
     hvd.on_rank_0(load)
     hvd.broadcast_model(model, root_rank=0)
+    # Layers that its callbacks have frozen, unless the script has chosen others since.
+    if summary.get("frozen_as_compiled") == model_state.frozen_layers(model):
+        model_state.freeze(model, summary["frozen"])

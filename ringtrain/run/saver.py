@@ -72,6 +72,7 @@ class Saver(keras.callbacks.Callback):
         self.callback_state: CallbackState | None = run.callback_state
         if run.users_callbacks and self.callback_state is None:
             self.callback_state = CallbackState(run.users_callbacks, run.model)
+        self.frozen_as_compiled = run.start.frozen_as_compiled
         self.resumes_within_epochs = run.resumes_within_epochs
         self.saved_step = self.copied_step = -1
         self.is_closed = run.start.ending.is_closed
@@ -244,6 +245,7 @@ class Saver(keras.callbacks.Callback):
             "num_ranks": hvd.size() * hvd.num_copies(self.model),
             "shared_state": hvd.is_shared(self.model),
             "frozen": model_state.frozen_layers(self.model),
+            "frozen_as_compiled": self.frozen_as_compiled,
             "variables": model_state.shapes_of(model_state.shared_variables(self.model)),
         }
         arrays = Arrays()

@@ -25,7 +25,7 @@ from ringtrain.derived import lower_is_better
 from ringtrain.errors import ConfigError, DataError, NonFiniteLoss
 from ringtrain.monitor.journal import Journal
 from ringtrain.optim import optimizers
-from ringtrain.run import batch_hooks, resume
+from ringtrain.run import resume
 from ringtrain.run.console import A_CALLBACK
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ class StopTogether(keras.callbacks.Callback):
         every_save = config.checkpoint.every_steps or steps_per_epoch
         every_copy = config.checkpoint.memory_every_steps or every_save
         self.every_steps = {config.health.agree_every_steps, every_save, every_copy, steps_per_epoch}
-        self._agrees_each_step = any(map(batch_hooks.may_stop, run.users_callbacks))
-        """whether a callback of this rank may ask for the end after any step; its ranks agree on that, too"""
+        self._agrees_each_step = any(map(has_batch_hooks, run.users_callbacks))
+        """whether a callback of this rank may ask for the end after any step; the ranks agree on that, too"""
         self._has_agreed = False
         self.save_is_due = False
         before = run.start.ending
@@ -228,6 +228,15 @@ class StopTogether(keras.callbacks.Callback):
             f"non-finite loss{where} at step {step} (epoch {epoch + 1}, batch {batch + 1}): lower the"
             f" learning rate or check this batch; the last checkpoint is older"
         )
+
+
+def has_batch_hooks(callback: keras.callbacks.Callback) -> bool:
+    """Returns whether a callback has code of its own at batches, which may ask for the end of training."""
+    for name in ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"):
+        module = getattr(callback, name).__module__ or ""  # of the function: Keras' own ask for no end there
+        if module.partition(".")[0] not in ("keras", "ringtrain"):
+            return True
+    return False
 
 
 def _is_finite(logs: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Files that rank 0 writes: metrics.jsonl, steps.jsonl and TensorBoard during training, then results and curves.png."""
+"""Files that rank 0 writes: metrics.jsonl, steps.jsonl and TensorBoard during training, then results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,9 @@ import tensorflow as tf
 
 import ringtrain
 from ringtrain import hvd
+from ringtrain.derived import counted
 from ringtrain.errors import CheckpointError
 from ringtrain.optim.optimizers import last_learning_rate
-from ringtrain.optim.schedules import curve, schedule_of
 from ringtrain.protocol.env import ALONE, COLLECTIVES
 from ringtrain.protocol.json_text import INVALID, parse_json
 from ringtrain.run import checkpoint, consistency, durable, model_state
@@ -136,7 +136,8 @@ class Recorder(keras.callbacks.Callback):
                     for weight in self.model.trainable_weights:
                         tf.summary.histogram(weight.path, weight.value, step=self.global_step)
             self.summaries.flush()
-        self.progress.epoch(epoch, figures_of(self.epochs[-1]))
+        samples = counted(self.run.config.data.name, self.images_per_step)
+        self.progress.epoch(epoch, figures_of(self.epochs[-1], samples))
 
     def on_train_end(self, logs: Any = None) -> None:
         with self._disk_may_be_full():
@@ -236,7 +237,7 @@ def _records_until(path: Path, global_step: int) -> list[dict[str, Any]]:
     return records
 
 
-def figures_of(record: Mapping[str, Any]) -> list[str]:
+def figures_of(record: Mapping[str, Any], samples: str = "images") -> list[str]:
     """Formats an epoch's record, the least important last. A model without loss or accuracy shows its first metrics."""
     usual = {
         "loss": "loss {:.4f}",
@@ -251,55 +252,7 @@ def figures_of(record: Mapping[str, Any]) -> list[str]:
         shown = [f"{name.replace('_', ' ')} {record[name]:.4f}" for name in names[: len(missing) + 2]]
     else:
         shown = [text.format(record[name]) for name, text in usual.items()]
-    return [*shown, speed(record["images_per_s"])]
-
-
-def draw_curves(
-    folder: Path, epochs: Sequence[Mapping[str, Any]], steps_per_epoch: int, planned: tuple[Any, Any] | None
-) -> None:
-    """Draws curves.png: loss and accuracy, or the model's first two metrics, and the learning rate.
-
-    `planned`: Steps and learning rates of the plan; None: they are not planned.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 3.5))
-    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.14, top=0.96, wspace=0.25)
-    *panels, rates = figure.subplots(1, 3)
-    planned_rates: Any = []
-    if planned is not None:
-        steps, planned_rates = planned
-        rates.plot(steps / steps_per_epoch, planned_rates, label="planned")
-    # A record has the learning rate of the epoch's last step; steps count from 0.
-    ends = [(record["global_step"] - 1) / steps_per_epoch for record in epochs]
-    trained_with = [record["learning_rate"] for record in epochs]  # none, if the run ended in its first epoch
-    rates.plot(ends, trained_with, ".", label="trained with")
-    highest = max([*planned_rates, *trained_with], default=1.0)
-    rates.set(xlabel="epoch", ylabel="learning rate", ylim=(0, 1.1 * highest or 1))  # a constant rate not on the edge
-    rates.grid(alpha=0.3)
-    rates.legend()
-    # A model with its own train_step may have neither.
-    names = ["loss", "accuracy"]
-    for record in epochs:
-        names += [name for name, value in record.items() if is_number(value)]
-    prefix = "val_" if any("val_loss" in record for record in epochs) else "test_"
-    metrics = list(dict.fromkeys(names))
-    drawn = []
-    for name in metrics:
-        if any(f"{prefix}{name}" in record for record in epochs):
-            drawn.append(name)
-    drawn = drawn or metrics
-    for axes in panels[len(drawn) :]:
-        figure.delaxes(axes)
-    for axes, metric in zip(panels, drawn, strict=False):
-        numbers = [record["epoch"] for record in epochs]
-        for name, label in ((metric, "training"), (f"{prefix}{metric}", prefix[:-1])):
-            axes.plot(numbers, [record.get(name, math.nan) for record in epochs], marker=".", label=label)
-        axes.set(xlabel="epoch", ylabel=metric)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(folder / "curves.png", dpi=120)
+    return [*shown, speed(record["images_per_s"], samples)]
 
 
 def versions() -> dict[str, str]:
@@ -331,6 +284,7 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
         "test_loss": metrics.get("test_loss"),
         "metrics": metrics,
         "images_per_s": recorder.images_per_s if recorder else math.nan,
+        "samples": counted(run.config.data.name, numbers.samples_per_step),
         "num_ranks": numbers.num_ranks,
         "num_parameters": sum(math.prod(variable.shape) for variable in run.model.trainable_variables),
         "slot_bytes": slot_bytes,
@@ -341,6 +295,8 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
         "restarts": run.attempt.number,
         "restart_causes": run.attempt.causes,
         "skipped_samples": len(skipped),
+        "frozen": model_state.frozen_layers(run.model),
+        "frozen_as_compiled": run.start.frozen_as_compiled,
         "in_sync": True,
         "checksum": hvd.check_in_sync(run.model),
         "check_s": callbacks.in_sync.seconds,
@@ -360,9 +316,6 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
     def write() -> None:
         if not recorder:
             return
-        planned = None
-        if "learning rate" not in run.plan:
-            planned = curve(schedule_of(run.config, numbers))
         try:
             if "script" in summary:
                 weights = model_state.arrays_of(dict(enumerate(run.model.weights)))
@@ -375,7 +328,6 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
                 raise
         finally:
             write_summary(run.folder, summary)
-            draw_curves(run.folder, recorder.epochs, numbers.steps_per_epoch, planned)
 
     hvd.run_together(write)
     return summary

@@ -238,8 +238,9 @@ class EvaluationOfLoop(evaluation.Evaluation):
         if not self.run.clock.epoch_complete:
             return
         self.end_steps()
-        logs = self.logs = {} if logs is None else logs
+        logs = {} if logs is None else logs
         logs.clear()  # they are of the last step alone
         logs |= self.logged
         self.replace_by_means(logs, ())
         logs |= self.trained or {}
+        self.logs = dict(logs)

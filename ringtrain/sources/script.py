@@ -158,7 +158,7 @@ def _plan_of_stream(train: data.Stream, test: data.Split) -> dict[str, str]:
     if train.is_shard:
         rows["shard"] = f"{train.num_batches} batches of its own on each rank"
     elif train.batch_size == 1:
-        rows["global batch"] = "a batch of the data, whose rows are not known before: images/s are batches/s"
+        rows["global batch"] = "a batch of the data, whose rows are not known before"
         rows["shard"] = "a part of the rows of each batch on each rank"
     return rows
 

@@ -261,8 +261,11 @@ def _trainable_as_compiled(model: keras.Model) -> Iterator[None]:
     _set_trainable(layers, then)
     try:
         yield
-    finally:
-        _set_trainable(layers, now)
+    finally:  # what callbacks have changed stays
+        pairs = zip(layers, then, now, strict=True)
+        _set_trainable(
+            layers, [after if layer.trainable == before else layer.trainable for layer, before, after in pairs]
+        )
 
 
 def _set_trainable(layers: Sequence[keras.Layer], values: Sequence[bool]) -> None:

@@ -20,7 +20,7 @@ from ringtrain.hvd import train_step
 from ringtrain.optim import optimizers, schedules
 from ringtrain.optim.step import Step, step_of_all_ranks
 from ringtrain.optim.sums import SumsOverRanks
-from ringtrain.run import devices, evaluation, resume, run_folder
+from ringtrain.run import devices, evaluation, model_state, resume, run_folder
 from ringtrain.run.callback_state import SharedCallbackState, Snapshot
 from ringtrain.strategies import samples
 from ringtrain.strategies.base import StepsOf
@@ -144,6 +144,7 @@ class Elastic(Ring):
             step_logs=scheduler.step_logs,
             begun_epoch=scheduler.begun_epoch,
             callbacks=callbacks,
+            frozen=model_state.frozen_layers(state.model),
         )
         is_rank_0 = scheduler.run.rank == 0  # of those that are furthest: it alone has called its own callbacks since
         state.progress = progress(scheduler.global_step, not scheduler.is_open, is_rank_0)
@@ -253,6 +254,12 @@ class BatchScheduler(resume.Clock):
         first = self.current.position // self.run.numbers.samples_per_step
         return self.epoch, range(first, first + self.steps_left)
 
+    def end_epoch(self) -> None:
+        super().end_epoch()
+        self.current, self.is_open = dataclasses.replace(self.current, position=self.current.length), True
+        self.sums = tuple(evaluation.states_of_metrics(self.model))
+        self.note_place()
+
     def keep_state(self) -> None:
         self._before_end = Snapshot(self.run.model, self.run.users_callbacks), self.ending
 
@@ -273,9 +280,9 @@ class BatchScheduler(resume.Clock):
         snapshot.restore()
         return ending
 
-    def add_saved_metrics(self) -> None:
+    def restore_metrics(self) -> None:
         self.sums = self.metrics_state or self.sums
-        super().add_saved_metrics()
+        super().restore_metrics()
 
     def turn_over(self) -> None:
         """Moves to the next epoch, if this one is over."""
@@ -286,6 +293,7 @@ class BatchScheduler(resume.Clock):
             self.current = dataclasses.replace(self.current, dealt_by=rows, length=length)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_begin(batch, logs)
         hvd.step_timing.PLACE.enter("step")
         self.turn_over()
         current, numbers, run = self.current, self.run.numbers, self.run

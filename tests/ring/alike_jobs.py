@@ -274,8 +274,12 @@ def stops_that_a_callback_asks_for() -> None:
     for hook, number in {"on_epoch_begin": 1, "on_train_batch_begin": 1, "on_train_batch_end": 2}.items():
         ours, reference = compiled(dense()), compiled(dense())
         words = {**SAME, "batch_size": 20}
-        ringtrain.fit(ours, X, Y, options=options(), callbacks=[StopAt(hook, number)], **words)
-        reference.fit(X, Y, callbacks=[StopAt(hook, number)], **words)
+        words["validation_data"] = (X[:40], Y[:40])
+        history = ringtrain.fit(ours, X, Y, options=options(), callbacks=[StopAt(hook, number)], **words)
+        expected = reference.fit(X, Y, callbacks=[StopAt(hook, number)], **words)
+        assert history.epoch == expected.epoch and ours.stop_training, hook
+        for name, values in expected.history.items():
+            np.testing.assert_allclose(history.history[name], values, rtol=1e-6, err_msg=f"{hook} {name}")
         assert int(ours.optimizer.iterations) == int(reference.optimizer.iterations), hook
         assert distance(ours, reference) < 1e-10
 

@@ -37,16 +37,19 @@ def records(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
     return [json.loads(line) for line in (folder / "run" / name).read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("callback", "step"), [("StopsAfterSecondEpoch", 2 * STEPS_PER_EPOCH), ("StopsInTheMiddle", 5)]
-)
-def test_a_callback_that_stops_one_rank_stops_all_after_the_same_step(callback, step, tmp_path):
-    """With such callbacks, ranks agree after each step. Were it left to Keras, the other rank would wait for ever."""
+@pytest.mark.parametrize(("callback", "epochs"), [("StopsAfterSecondEpoch", 2), ("StopsInTheMiddle", 1)])
+def test_a_callback_that_stops_one_rank_stops_all_after_the_same_step(callback, epochs, tmp_path):
+    """With such callbacks, ranks agree after each step. Were it left to Keras, the other rank would wait for ever.
+
+    The epoch under way ends, as in Keras.
+    """
+    step = epochs * STEPS_PER_EPOCH
     ended = train(tmp_path, "--train.callbacks", f"odd_callbacks:{callback}", "--train.epochs", 5)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert summary(tmp_path)["stopped_by"] == "a callback"
     assert summary(tmp_path)["global_step"] == step
     assert summary(tmp_path)["in_sync"] is True
+    assert [record["epoch"] for record in records(tmp_path)] == [*range(1, epochs + 1)]
     assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").is_dir()
 
 

@@ -30,7 +30,7 @@ SUMMARY_KEYS = {
     *("test_accuracy", "test_loss", "images_per_s", "num_ranks", "global_step", "in_sync", "checksum", "versions"),
     *("hosts", "config", "numbers", "git_revision", "started", "fit_s", "check_s", "stopped_by", "resumed_from"),
     *("skipped_samples", "metrics", "evaluate_s", "saves", "restarts", "restart_causes", "ranks", "strategy"),
-    *("num_parameters", "slot_bytes", "slot_bytes_unsharded"),
+    *("num_parameters", "slot_bytes", "slot_bytes_unsharded", "samples", "frozen", "frozen_as_compiled"),
 }
 
 
@@ -79,11 +79,10 @@ def test_files_are_where_they_are_promised(digits):
     assert len(kept) <= 4  # the newest three and the best
     assert checkpoints == {f"checkpoints/{n}/{f}" for n in kept for f in ("state.npz", "ranks.npz", "manifest.json")}
     assert files_in(folder) - events - checkpoints == {
-        *(".lock", "config.toml", "metrics.jsonl", "steps.jsonl", "summary.json", "curves.png", "model.keras"),
+        *(".lock", "config.toml", "metrics.jsonl", "steps.jsonl", "summary.json", "model.keras"),
         *("logs/rank-0.log", "logs/rank-1.log", "logs/journal-0.jsonl", "logs/journal-1.jsonl"),
     }
     assert [path.name for path in folder.parent.iterdir()] == ["main"]
-    assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_configuration_in_the_folder_starts_the_same_run(digits):
@@ -271,7 +270,7 @@ def test_a_train_step_without_accuracy_and_weights_that_follow_the_data(tmp_path
     assert shown[-1].startswith("2 ranks in step: gradients averaged")
     summary = json.loads((tmp_path / "own" / "summary.json").read_text())
     assert summary["test_accuracy"] is None and set(summary["metrics"]) == {"cross_entropy", "test_cross_entropy"}
-    assert {"model.keras", "curves.png"} < files_in(tmp_path / "own")
+    assert {"model.keras", "metrics.jsonl"} < files_in(tmp_path / "own")
 
 
 def test_a_model_that_cannot_be_saved_any_more_leaves_weights_and_summary(tmp_path):
@@ -282,7 +281,7 @@ def test_a_model_that_cannot_be_saved_any_more_leaves_weights_and_summary(tmp_pa
     summary = json.loads((tmp_path / "own" / "summary.json").read_text())
     assert summary["global_step"] == summary["numbers"]["num_steps"] and "a lock" in summary["not_exported"]
     files = files_in(tmp_path / "own")
-    assert {"model.weights.h5", "curves.png", "metrics.jsonl"} < files and "model.keras" not in files
+    assert {"model.weights.h5", "metrics.jsonl"} < files and "model.keras" not in files
     assert any(name.endswith(f"step-{summary['global_step']:08d}/manifest.json") for name in files)
 
 

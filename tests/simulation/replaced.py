@@ -286,7 +286,7 @@ def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
     of_keras = SimpleNamespace(ops=SimpleNamespace(convert_to_numpy=lambda variable: Kept(variable.value)))
     yield shared, "keras", of_keras
     yield shared, "compiled_optimizer", lambda model: model.optimizer
-    yield shared, "optimizers_of", lambda model, optimizer=None: [model.optimizer]
+    yield shared, "slots_of", lambda model, optimizer=None: model.slots
     yield shared, "has_weights", lambda model: True
     yield shared, "is_shared", lambda model: False
 
@@ -318,14 +318,14 @@ def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
         yield hvd, name, getattr(horovod, name)
     yield hvd, "check_placement", together("ringtrain_placement")
     yield hvd, "check_in_sync", together("ringtrain_in_sync")
-    checks = SimpleNamespace(same_code=together("ringtrain_code"), same_job=lambda *_: None)
-    yield train, "consistency", checks
+    yield train, "consistency", SimpleNamespace(same_code=together("ringtrain_code"), same_job=lambda *_: None)
     yield train, "from_checkpoint", SimpleNamespace(open_log=lambda *_: None)
     shown = SimpleNamespace(terminal_of=lambda _: None, show_plan=lambda *_: None, show_start=lambda *_: None)
     yield train, "console", shown
     yield train, "devices", SimpleNamespace(identity=lambda _: "")
     yield train, "_check_averaging", lambda _: ""
     yield model_state, "plan_of_slots", lambda _: {}
+    yield model_state, "frozen_layers", lambda _: []
     yield elastic, "failures", SimpleNamespace(report_recovery=report_recovery)
     yield elastic, "console", SimpleNamespace(terminal_of=lambda _: Terminal(horovod))
 

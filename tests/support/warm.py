@@ -98,7 +98,7 @@ def load() -> None:
     from ringtrain.models import lazy_keras
 
     lazy_keras.start()
-    for name in ("tensorflow", "keras", "h5py", "matplotlib.pyplot", "psutil", "ringtrain.train", "sklearn.datasets"):
+    for name in ("tensorflow", "keras", "h5py", "psutil", "ringtrain.train", "sklearn.datasets"):
         importlib.import_module(name)
     for name in [name for name in sys.modules if name.partition(".")[0] == "ringtrain"]:
         del sys.modules[name]

@@ -24,7 +24,7 @@ class Keeps(keras.callbacks.Callback):
     def train(self) -> None:
         self.wait, self.best = 2, np.float32(0.5)
         self.seen = [(1, 2.0), {"loss": np.arange(3.0)}]
-        self.weights = [np.eye(2), np.arange(3)]
+        self.weights = [np.eye(2), np.arange(3), np.float16(0.1), np.array(2.0)]
         self.token, self.file, self.large = "another secret", object(), 1 << 80
 
 
@@ -45,6 +45,9 @@ def test_what_has_changed_is_restored() -> None:
     assert (other.wait, other.best, other.patience, other.token) == (2, 0.5, 5, "secret")
     np.testing.assert_equal(other.seen, [[1, 2.0], {"loss": np.arange(3.0)}])
     np.testing.assert_array_equal(other.weights[0], np.eye(2))
+    temperature, gate = other.weights[2:]
+    assert (temperature.dtype, gate.dtype, gate.shape) == ("float16", "float64", ()), "weights without dimensions"
+    assert temperature == np.float16(0.1) and gate == 2.0
     assert not hasattr(other, "file")
 
 

@@ -98,8 +98,8 @@ def test_runs_are_listed_newest_first(many: Path, capsys: pytest.CaptureFixture[
         *("run", "state", "steps", "test accuracy", "test loss", "accuracy", "speed", "goodput", "ranks", "started"),
     ]
     assert cells[1] == ["third", "killed", "0"]
-    assert cells[3][:7] == ["first", "complete", "30", "50.00 %", "0.3333", "65.00 %", "2,000 images/s"]
-    assert cells[2][6] == "3,704 images/s", "the last epoch's, as there is no summary"
+    assert cells[3][:7] == ["first", "complete", "30", "50.00 %", "0.3333", "65.00 %", "2,000 rows/s"]
+    assert cells[2][6] == "3,704 rows/s", "the last epoch's, as there is no summary"
 
 
 def test_runs_as_json_have_all_metrics_and_null_for_nan(many: Path, capsys: pytest.CaptureFixture[str]) -> None:

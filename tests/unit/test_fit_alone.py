@@ -148,7 +148,6 @@ def test_the_files_of_a_run(tmp_path: Path) -> None:
     assert len(history.history["loss"]) == 2 and len(history.history["val_loss"]) == 1
     again = keras.models.load_model(history.run / "model.keras", compile=False)
     assert again.count_params() == _model().count_params()
-    assert (history.run / "curves.png").exists()
 
 
 @pytest.mark.slow

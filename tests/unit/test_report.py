@@ -102,7 +102,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     text = "\n".join(seen.text)
     assert seen.seen.count("figure") == 5 and "i" not in seen.seen
     for said in (
-        *("<i>run & co", NASTY, "started 2 times, complete", "62.50 % (epoch 2)", "2,000 images/s"),
+        *("<i>run & co", NASTY, "started 2 times, complete", "62.50 % (epoch 2)", "2,000 rows/s"),
         *("start 2", "loss, logarithmic", "accuracy, %", "3.00 ms", "15.00 ms", "mean step, ms", "3.15.1", "epoch"),
         *("started again, or ranks came or went", "far", "2.5", "equal, abc", "tracking.every_steps"),
     ):
@@ -121,6 +121,21 @@ def test_a_run_of_a_script_shows_its_validation(tmp_path: Path) -> None:
     text = "\n".join(seen.text)
     assert seen.seen.count("figure") == 5 and text.count("validation") == 4, "line and legend, of loss and of accuracy"
     assert "val accuracy" in text and "test accuracy" not in text
+
+
+def test_every_metric_has_a_curve_and_what_a_batch_is_may_be_unknown(tmp_path: Path) -> None:
+    """As of a GAN that trains batches of tf.data."""
+    folder = make_run(tmp_path / "gan")
+    losses = {"d_loss": 0.5, "g_loss": 1.5, "val_f1": 0.25, "confusion": [[1, 2]]}
+    position = {"epoch": 1, "global_step": 10, "images_per_s": 33.0, "learning_rate": 0.1, "time_s": 1.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(losses | position))
+    numbers = "# global_batch_size = 1\n# accumulation_steps = 1\n"
+    (folder / "config.toml").write_text(f'{numbers}\n[data]\nname = "tf.data.Dataset"\n')
+    page_of(folder)
+    page = (folder / "report.html").read_text()
+    titles = re.findall("<figcaption>(.*?)</figcaption>", page)
+    assert titles[:5] == ["d loss", "g loss", "f1", "learning rate", "speed of all ranks, batches/s"]
+    assert "<td>a batch of the data</td>" in page and "<td>2,000 batches/s</td>" in page
 
 
 def test_runs_side_by_side_show_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

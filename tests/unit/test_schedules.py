@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ringtrain.config import Config, OptimizerConfig, ScheduleConfig, TrainConfig
 from ringtrain.derived import derive
 from ringtrain.optim.optimizers import LearningRate, last_learning_rate
-from ringtrain.optim.schedules import DECAYS, Schedule, corners, curve, schedule_of
+from ringtrain.optim.schedules import DECAYS, Schedule, corners, schedule_of
 
 
 def expected(s: Schedule, update: int) -> float:
@@ -199,10 +199,6 @@ def test_a_constant_rate_is_known_as_one():
 
 
 @given(schedules())
-def test_corners_and_curve_are_steps_of_the_run_in_order(schedule):
+def test_corners_are_steps_of_the_run_in_order(schedule):
     steps = [step for step, _ in corners(schedule)]
     assert steps == sorted(steps) and steps[-1] == schedule.num_steps - 1
-    drawn, rates = curve(schedule, 50)
-    assert set(steps) <= set(drawn) and np.all(np.diff(drawn) > 0)
-    assert (drawn[0], drawn[-1]) == (0, schedule.num_steps - 1)
-    assert np.array_equal(rates, schedule.rate(drawn)) and len(drawn) <= 50 + 2 * 6

@@ -167,7 +167,7 @@ def test_mlflow_receives_a_run_continues_it_and_may_fail(
             points = {one.step: one.value for one in client.get_metric_history(run_id, prefix + name)}
             assert points == {one["global_step"]: one[name] for one in _records(history.run, file)}, (file, name)
     files = {one.path for one in client.list_artifacts(run_id)}
-    assert files == {"config.toml", "curves.png", "report.html", "summary.json"}
+    assert files == {"config.toml", "report.html", "summary.json"}
     page = Path(client.download_artifacts(run_id, "report.html", str(tmp_path))).read_text()
     assert "<h1>one</h1>" in page and history.checksum in page
     assert "does not accept" not in capfd.readouterr().err

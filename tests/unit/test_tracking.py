@@ -18,7 +18,6 @@ import pytest
 
 from ringtrain.config import Config, RunConfig
 from ringtrain.errors import RunDirectoryError
-from ringtrain.optim.schedules import Schedule, curve
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT
 from ringtrain.run import from_checkpoint, run_folder, tracking
@@ -273,34 +272,3 @@ def test_summary_is_json_that_everybody_reads(tmp_path):
     text = (tmp_path / "summary.json").read_text()
     assert "NaN" not in text and "Infinity" not in text
     assert json.loads(text) == {"images_per_s": None, "numbers": {"x": None}, "hosts": ["a"], "y": 1.5}
-
-
-def test_curves_show_the_planned_rate_and_the_recorded_ones(tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
-    metrics = {"loss": 1.0, "accuracy": 0.5, "test_loss": 1.0, "test_accuracy": 0.5}
-    epochs = [{"epoch": n, "global_step": 10 * n, "learning_rate": 0.1 * n, **metrics} for n in (1, 2)]
-    tracking.draw_curves(tmp_path, epochs, 10, curve(Schedule("cosine", 0.4, 0.1, 5, 40)))
-    planned, recorded = next(axes for axes in drawn[0].axes if axes.get_ylabel() == "learning rate").lines
-    assert planned.get_xydata()[[0, 5, -1]].tolist() == [
-        pytest.approx([0, 0.1]),
-        pytest.approx([0.5, 0.4]),
-        pytest.approx([3.9, 0.2 * (1 + math.cos(math.pi * 34 / 35))]),
-    ]
-    assert recorded.get_xydata().tolist() == [[0.9, 0.1], [1.9, 0.2]]
-
-
-def test_curves_show_a_constant_rate_within_the_panel_and_the_metrics_that_there_are(tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
-    metrics = {"cross_entropy": 2.0, "test_cross_entropy": 2.5, "images_per_s": 1.0}
-    epochs = [{"epoch": n, "global_step": 10 * n, "learning_rate": 0.2, **metrics} for n in (1, 2)]
-    tracking.draw_curves(tmp_path, epochs, 10, curve(Schedule("constant", 0.2, 0.2, 0, 40)))
-    first, rates = drawn[0].axes
-    assert rates.get_ylabel() == "learning rate" and rates.get_ylim()[1] > 0.21
-    assert first.get_ylabel() == "cross_entropy"
-    assert [line.get_ydata().tolist() for line in first.lines] == [[2.0, 2.0], [2.5, 2.5]]

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.layers.convolutional.base_conv import BaseConv
 
-from ringtrain.hvd.keras_patches import innermost, set_untracked
+from ringtrain.hvd.keras_patches import innermost, path_of, set_untracked
 from ringtrain.hvd.reducers.sharded import is_elementwise
 
 ELEMENTWISE = {
@@ -147,8 +147,8 @@ def whole_variables(variables: Sequence[Any]) -> list[Any]:
     parts_of: dict[Any, list[Any]] = {}
     for variable in variables:
         key: Any = id(variable)
-        if PART.search(variable.path):
-            key = PART.sub("", variable.path)
+        if PART.search(path_of(variable)):
+            key = PART.sub("", path_of(variable))
         parts_of.setdefault(key, []).append(variable)
     joined = []
     for key, parts in parts_of.items():

@@ -134,10 +134,10 @@ def _numbers(named: Mapping[str, Run]) -> Table:
     """Table of the results, a column per run; rows that are empty for all runs are dropped."""
     metrics: dict[str, None] = {}
     for run in named.values():
-        if run.epochs:
-            metrics |= dict.fromkeys(key for key in run.epochs[-1] if key.startswith(("test", "val_")))
-    metrics |= dict.fromkeys(["accuracy", "loss"])
-    columns = [_results(run, metrics) for run in named.values()]
+        metrics |= dict.fromkeys(curves.metrics_of(run))
+    # First those of test and validation data.
+    keys = sorted(metrics, key=lambda key: not key.startswith(curves.PREFIXES))
+    columns = [_results(run, keys) for run in named.values()]
     rows = [[title, *(column[title] for column in columns)] for title in columns[0]]
     return Table(["", *named], [row for row in rows if any(row[1:])])
 
@@ -151,6 +151,8 @@ def _results(run: Run, metrics: Iterable[str]) -> dict[str, str]:
     results["ranks"] = _ranks(run)
     results["steps"] = _steps(run)
     results["global batch"] = str(run.numbers.get("global_batch_size", ""))
+    if run.samples == "batches":
+        results["global batch"] = "a batch of the data"
     results["training since the last start"] = _fact(run, "fit_s", "s")
     results["of it evaluating"] = _fact(run, "evaluate_s", "s")
     results["checkpoints"] = _saves(run)
@@ -187,11 +189,11 @@ def _best(run: Run) -> str:
 
 def _mean_speed(run: Run) -> str:
     if run.summary.get("images_per_s"):
-        return f"{number(run.summary['images_per_s'])} images/s"
+        return f"{number(run.summary['images_per_s'])} {run.samples}/s"
     speeds = [record["images_per_s"] for record in run.epochs or run.steps if record.get("images_per_s")]
     if not speeds:
         return ""
-    return f"{number(speeds[-1])} images/s at last"
+    return f"{number(speeds[-1])} {run.samples}/s at last"
 
 
 def _saves(run: Run) -> str:

@@ -11,12 +11,15 @@ from ringtrain.lab.report.charts import Bars, Chart, Line, number
 from ringtrain.lab.report.html import Part
 from ringtrain.lab.report.run_folder import Run
 from ringtrain.lab.tables import Table
+from ringtrain.run.run_folder import NO_METRICS
 
 PARTS = {"input": "input_s", "compute": "compute_s", "callbacks": "callbacks_s", "waiting": "wait_s"}
 MAX_RANKS = 16
 """in the chart; the slowest ones"""
 MAX_EPOCHS = 12
 """rows of the table of epochs"""
+PREFIXES = ("test_", "val_")
+"""of metrics of other data than those of training"""
 RESTARTED = "started again, or ranks came or went"
 """legend of the vertical lines"""
 WORDS = "Compute: forward and backward pass, and the update. Waiting: for the other ranks, and the allreduce itself."
@@ -38,15 +41,22 @@ def curves(named: Mapping[str, Run]) -> list[Part]:
     return parts
 
 
+def metrics_of(run: Run) -> list[str]:
+    """Names of the metrics in its records that are numbers, also of a run that has no epoch yet."""
+    names: dict[str, None] = {}
+    for record in run.epochs or run.steps:
+        names |= dict.fromkeys(key for key, value in record.items() if isinstance(value, int | float))
+    return [name for name in names if name not in NO_METRICS]
+
+
 def _charted_metrics(named: Mapping[str, Run]) -> list[str]:
-    """Metrics of training that there are of test or validation data, too: else loss and accuracy."""
+    """Metrics without the prefixes of test and validation data, which share a chart with training."""
     keys: dict[str, None] = {}
     for run in named.values():
-        for record in run.epochs:
-            keys |= dict.fromkeys(record)
-    metrics = dict.fromkeys(["loss", "accuracy", *keys])
-    compared = [key for key in metrics if f"test_{key}" in keys or f"val_{key}" in keys]
-    return compared or ["loss", "accuracy"]
+        for key in metrics_of(run):
+            prefix = next((prefix for prefix in PREFIXES if key.startswith(prefix)), "")
+            keys[key.removeprefix(prefix)] = None
+    return list(keys)
 
 
 def _metric_chart(named: Mapping[str, Run], key: str) -> Chart:
@@ -88,7 +98,9 @@ def _speed_chart(named: Mapping[str, Run]) -> Chart:
     lines: list[Line] = []
     for index, (name, run) in enumerate(named.items()):
         lines.append(_line(name, run, run.epochs or run.steps, "images_per_s", index))
-    return Chart("speed of all ranks, images/s", "epoch", lines, _restarts(named), RESTARTED, from_zero=True)
+    samples = {run.samples for run in named.values()}
+    unit = samples.pop() if len(samples) == 1 else "rows"
+    return Chart(f"speed of all ranks, {unit}/s", "epoch", lines, _restarts(named), RESTARTED, from_zero=True)
 
 
 def _line(name: str, run: Run, records: Sequence[Mapping[str, Any]], key: str, colour: int) -> Line:
@@ -123,7 +135,7 @@ def _epochs(run: Run) -> Table:
         keys = [key for key in shown[-1] if key not in ("epoch", "global_step", "time_s")]
     rows = []
     for record in shown:
-        metrics = [metric(key, record.get(key)) for key in keys]
+        metrics = [metric(key, record.get(key), run.samples) for key in keys]
         rows.append([str(record["epoch"]), str(record["global_step"]), *metrics])
     title = "epochs"
     if stride > 1:
@@ -215,7 +227,7 @@ def _scaled(key: str, value: Any) -> float | None:
     return value
 
 
-def metric(key: str, value: Any) -> str:
+def metric(key: str, value: Any, samples: str = "rows") -> str:
     """Formats a metric with its unit; None is empty."""
     if value is None:
         return ""
@@ -226,7 +238,7 @@ def metric(key: str, value: Any) -> str:
         return f"{shown:.2f} %"
     text = number(shown)
     if key == "images_per_s":
-        text += " images/s"
+        text += f" {samples}/s"
     elif key.endswith("_s"):
         text += " s"
     return text

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ringtrain.derived import counted
 from ringtrain.errors import RunDirectoryError
 from ringtrain.lab.report import postmortem
 from ringtrain.monitor import journal
@@ -51,6 +52,12 @@ class Run:
     def verdict(self) -> list[str]:
         """Summary line and a line per attempt; empty without journals."""
         return postmortem.verdict(self.events) if self.events else []
+
+    @property
+    def samples(self) -> str:
+        """What the samples are that its speed counts: images, rows or batches."""
+        accumulated = self.numbers.get("accumulation_steps") or 1
+        return counted(self.options.get("data.name", ""), self.numbers.get("global_batch_size", 0) // accumulated)
 
     def epochs_at(self, record: Mapping[str, Any]) -> float:
         """Number of epochs, as a fraction, at a record of steps."""

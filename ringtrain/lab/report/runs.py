@@ -126,6 +126,7 @@ def facts(folder: Path) -> dict[str, Any]:
         "num_steps": run.numbers.get("num_steps"),
         "metrics": summary.get("metrics") or _last_metrics(run),
         "images_per_s": summary.get("images_per_s") or _last_speed(records),
+        "samples": run.samples,
         "num_ranks": summary.get("num_ranks") or run.numbers.get("num_ranks"),
         "started_s": min((event["time_s"] for event in run.events), default=summary.get("started")),
         **times,
@@ -179,7 +180,7 @@ def _row(run: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
     metrics = [curves.metric(key, run["metrics"].get(key)) for key in columns]
     speed = ""
     if run["images_per_s"]:
-        speed = f"{number(run['images_per_s'])} images/s"
+        speed = f"{number(run['images_per_s'])} {run['samples']}/s"
     share = ""
     if run["goodput"] is not None:
         share = f"{run['goodput']:.0%}"
