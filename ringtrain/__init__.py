@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ringtrain.protocol.cores import share_cores
+from ringtrain.protocol.env import leave_rank
 
 __version__ = "0.1.0"
 
@@ -67,4 +68,5 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+leave_rank()  # before anything reads which rank this is
 share_cores()  # a script builds its model, and TensorFlow its threads, before it calls anything here

@@ -43,7 +43,9 @@ JOBS = {
     "a secret, logs, more ranks than slots": replace(
         TWO_HOSTS, forward=("HF_TOKEN",), output="/logs/run 1", working_directory="/data/it's here", oversubscribe=True
     ),
-    "64 hosts": replace(TWO_HOSTS, num_ranks=64, hosts=tuple(Host(f"n{number:02d}") for number in range(64))),
+    "64 hosts by full names": replace(
+        TWO_HOSTS, num_ranks=64, hosts=tuple(Host(f"n{number:02d}.example.org") for number in range(64))
+    ),
     "supervised": replace(TWO_HOSTS, id="0123", attempt='{"number": 1}'),
     "awkward words": replace(TWO_HOSTS, command=("python", "a b.py", "it's", '"', "$HOME", "`id`", "two\nlines", "ü")),
 }

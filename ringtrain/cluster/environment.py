@@ -31,6 +31,8 @@ OF_A_SESSION = re.compile(
     r"|(PROMPT|COLOR|TMUX|MODULE|LMOD|BASH|ZSH)[A-Za-z0-9_]*|DEBIAN_FRONTEND|container|which_declare"
     r"|(SSH|SUDO|TERM|WAYLAND|DBUS|GPG|GNOME|GTK|KDE|QT|DESKTOP|SYSTEMD|VSCODE|GIT|CONDA|DEBUGINFOD)_[A-Za-z0-9_]*"
 )
+BIND_NOW = "LD_BIND_NOW"
+"""with it, the dynamic linker finds a library's functions when it loads it, not when they are called"""
 MAX_SHOWN = 6
 """names of variables in a line"""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -114,6 +116,11 @@ def settings(job: Job) -> Iterator[Setting]:
         yield Setting(JOB, job.id, because)
         yield Setting(PLAN, job.planned.to_json(), "planned placement, with which each rank compares its own")
         yield Setting(ATTEMPT, job.attempt, "number of this attempt, and exit causes of earlier ones")
+    if job.wheel_mpi:
+        yield Setting("OPAL_PREFIX", job.wheel_mpi, "where Open MPI finds its files, if no mpirun starts the ranks")
+        if BIND_NOW not in job.environment:
+            because = "Open MPI finds its own functions, also if TensorFlow, which has some of the same names, is there"
+            yield Setting(BIND_NOW, "1", because)
     if job.threads_per_rank:
         for name in THREADS:
             yield Setting(name, str(job.threads_per_rank), "threads of a rank, as asked for (--threads)")

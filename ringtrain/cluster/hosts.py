@@ -13,6 +13,7 @@ anywhere in the file. Open MPI 4.1 follows the same two rules.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 from collections.abc import Iterable, Sequence
@@ -225,6 +226,7 @@ def count(number: int, noun: str) -> str:
 MAX_SLOTS = 4096
 """of one host; more is taken for a typing error"""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")
+IPV4 = re.compile(r"[0-9]+(\.[0-9]+){3}")
 IPV6 = re.compile(r"[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*")
 EXPECTED_NAME = (
     "a host's name of letters, digits, '.', '-' and '_', or an IPv6 address (a user's name goes to ~/.ssh/config)"
@@ -250,9 +252,12 @@ def parse_number(text: str, where: str) -> int:
 
 
 def checked_name(text: str, where: str) -> str:
-    """Valid host name, with an IPv6 address in its shortest form. Raises HostsError for an invalid or unsafe one."""
+    """Valid host name, with an address in its shortest form. Raises HostsError for an invalid or unsafe one."""
     if not is_name(text):
         raise HostsError(f"{where}: got {shown(text)}, expected {EXPECTED_NAME}")
+    if IPV4.fullmatch(text):
+        with contextlib.suppress(OSError):  # not an address, but a name of numbers
+            return socket.inet_ntoa(socket.inet_aton(text))  # as ssh reads it: 010 is 8
     if ":" not in text:
         return text
     return socket.inet_ntop(socket.AF_INET6, socket.inet_pton(socket.AF_INET6, text))
@@ -303,6 +308,11 @@ def is_name(text: str) -> bool:
         return IPV6.fullmatch(text) is not None and len(socket.inet_pton(socket.AF_INET6, text)) == 16
     except OSError:
         return False
+
+
+def has_domain(name: str) -> bool:
+    """Whether a host's name has more parts than one, such as node1.cluster.example, and is no address."""
+    return "." in name and ":" not in name and not IPV4.fullmatch(name)
 
 
 def shown(text: str) -> str:

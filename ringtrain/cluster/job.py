@@ -44,6 +44,8 @@ class Job:
     """TCP, or InfiniBand and RoCE through UCX"""
     subnet: str = ""
     """CIDR of the ranks' network, e.g. 10.1.0.0/16; "": any"""
+    own_interfaces: tuple[str, str] = ("", "")
+    """parameter by which the user has chosen Open MPI's interfaces, and where it is set; see openmpi.own_interfaces"""
     local_networks: tuple[str, ...] = ()
     """CIDRs of networks that connect no hosts, as host agents find them"""
     ssh_port: int = 0
@@ -61,6 +63,8 @@ class Job:
     """file for the timelines of all ranks; "": none"""
     yield_when_idle: bool = False
     """MPI yields the processor while it waits: for hosts whose ranks fill their cores"""
+    wheel_mpi: str = ""
+    """directory of Open MPI from PyPI's wheel, if its mpirun is the first one; "": another MPI"""
     here: frozenset[str] | None = None
     """names of hosts that mean the launching machine; None: look them up"""
     grace_s: float = 0.0

@@ -35,6 +35,7 @@ from ringtrain.cluster.standby import Standby
 from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
+from ringtrain.protocol.env import RANK_PROCESS
 from ringtrain.protocol.for_script import Tuned
 
 Planner = Callable[[Job], Plan]
@@ -67,7 +68,8 @@ class Launch:
         if self.starts_here:
             first = next((host for host in used if host.name in self.here), used[0])
             used = (first, *(host for host in used if host != first))
-        environ = {**openmpi.settings_of_wheel(os.environ.get("PATH", os.defpath)), **os.environ, **options.environ}
+        path = os.environ.get("PATH", os.defpath)
+        environ = {**openmpi.settings_of_wheel(path), **os.environ, **options.environ}
         # The other hosts' cores are not known; hosts of a job are mostly alike.
         full = max(host.slots for host in used) >= len(os.sched_getaffinity(0))
         yields = environ.get("OMPI_MCA_mpi_yield_when_idle")
@@ -83,6 +85,7 @@ class Launch:
             bind=options.bind,
             network=options.network,
             subnet=options.subnet,
+            own_interfaces=openmpi.own_interfaces(environ),
             ssh_port=options.ssh_port,
             preempt_notice=notices.command_of(options.preempt_notice),
             threads_per_rank=options.threads,
@@ -95,6 +98,7 @@ class Launch:
             allow_root=os.geteuid() == 0,
             files_folder=os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/ringtrain-{os.geteuid()}",
             yield_when_idle=full if yields is None else yields == "1",
+            wheel_mpi=sys.prefix if openmpi.is_of_wheel(path) else "",
         )
 
     def path(self, name: str) -> str:
@@ -107,6 +111,7 @@ class Launch:
 def launch(options: LaunchOptions) -> int:
     """Runs a job and returns its exit code, or prints its plan."""
     options = with_tuned(options.checked())
+    os.environ.pop(RANK_PROCESS, None)  # if a rank has started this process, that is none of this job's
     work = elastic_launch(options) if options.elastic else fixed_launch(options)
     check_min_np(options, work.num_ranks)
     if options.ps is not None:  # fewer ranks would have other roles, which no option gives

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
@@ -235,6 +236,11 @@ class LaunchOptions(
         """These options, with -np set if some ranks are parameter servers. Raises LaunchError for invalid ones."""
         if not self.command:
             raise LaunchError("got no command to run: ringtrain launch [options] python -m ringtrain.train ...")
+        if as_main.reads_its_program(self.command):
+            raise LaunchError(
+                f"got {shlex.join(self.command)}, which reads its program from standard input, which ranks do not have:"
+                f" write the program to a file, and give its name"
+            )
         check(self)
         for name in ("restart_on", "give_up_on"):
             try:

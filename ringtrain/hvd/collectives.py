@@ -26,6 +26,7 @@ from ringtrain.hvd.keras_patches import report_trained_alone, teach_keras
 from ringtrain.hvd.placement import CPU, check_local_placement
 from ringtrain.hvd.process import PROCESS, elastic, open_sockets
 from ringtrain.hvd.rendezvous import forget_addresses
+from ringtrain.protocol.env import mark_rank
 from ringtrain.protocol.failures import report_init, report_process, report_uncaught
 from ringtrain.protocol.launchers import launched_local_size, names
 
@@ -75,6 +76,7 @@ def init(*args: Any, **kwargs: Any) -> None:
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     report_uncaught(lambda: rank)
     report_process()
+    mark_rank()
     if not PROCESS.has_started and horovod.size() > 1:
         atexit.register(report_trained_alone, rank, horovod.size())
     PROCESS.has_started = True

@@ -16,6 +16,25 @@ ALONE, WITH_VALUE = re.compile("-[uOBEsPIqvbd]+"), ("-W", "-X")
 """options of Python that may be before a script"""
 
 
+STANDARD_INPUT = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
+SHELLS = ("sh", "bash", "dash", "zsh")
+
+
+def reads_its_program(words: Sequence[str]) -> bool:
+    """Returns whether a command is Python or a shell that would read its program from standard input."""
+    if not (is_python(words) or Path(words[0]).name in SHELLS):
+        return False
+    rest = iter(words[1:])
+    for word in rest:
+        if word in STANDARD_INPUT:
+            return True
+        if not re.fullmatch("-[a-zA-Z]+", word) or re.search("[cmhV]", word):
+            return False  # a script, or what has a program, or needs none: -c, -m, --version
+        if word in WITH_VALUE:
+            next(rest, None)
+    return True
+
+
 def is_python(words: Sequence[str]) -> bool:
     """Returns whether a command line is one of Python."""
     return len(words) > 0 and Path(words[0]).name.startswith("python")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from ringtrain.protocol.launchers import in_shell
+from ringtrain.protocol.launchers import in_shell, names
 
 JOB = "RINGTRAIN_JOB"
 """ID of the job, inherited by all its processes"""
@@ -23,6 +24,8 @@ BEGUN = "RINGTRAIN_BEGUN_S"
 """Unix time at which a rank that has stood by began with its attempt"""
 FIRST_PROCESS = "RINGTRAIN_FIRST_PROCESS"
 """ID of the process that a rank's command was started as"""
+RANK_PROCESS = "RINGTRAIN_RANK_PROCESS"
+"""ID of the process that has started Horovod or MPI as its launcher's rank"""
 HOST_SLOTS = "RINGTRAIN_HOST_SLOTS"
 """slots of a host that several jobs share, each on some of them; none of these jobs uses the terminal"""
 SLOT = "RINGTRAIN_SLOT"
@@ -45,6 +48,11 @@ STALL_TIMEOUT = "RINGTRAIN_STALL_TIMEOUT"
 """seconds without progress after which a script whose ranks wait for each other ends; 0: never"""
 YIELDING = "OMPI_MCA_mpi_yield_when_idle"
 """with it, waiting ranks of Open MPI yield their cores"""
+OF_A_RANK = re.compile(
+    rf"(OMPI|PMIX|PMI|PRTE|HYDI|HOROVOD)_\w*|MPI_LOCAL\w*|SLURM_(PROCID|LOCALID|NODEID|TASK_PID|GTIDS|STEP|PMI)\w*"
+    rf"|{JOB}|{PLAN}|{ATTEMPT}|{FIRST_PROCESS}|{SLOT}|{FEED}|{SERVERS}"
+)
+"""variables by which a process takes itself for a rank"""
 MARK = "ringtrain-report"
 # Prints a line with the rank's placement and runs its command in the same process. The line is one write, so that
 # lines of other ranks do not mix with it.
@@ -53,6 +61,24 @@ STARTER = (
     f' "{in_shell("rank")}" "{in_shell("size")}" "{in_shell("local_rank")}"'
     f' $$ "$(uname -n)" >&2; export {FIRST_PROCESS}=$$; exec "$@"'
 )
+
+
+def mark_rank(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Marks this process as its launcher's rank, if it has one, for the processes that it starts: see leave_rank."""
+    if any(name in environ for name in names("rank")):
+        environ[RANK_PROCESS] = str(os.getpid())
+
+
+def has_left_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process was started by a rank, and so is none."""
+    return environ.get(RANK_PROCESS, str(os.getpid())) != str(os.getpid())
+
+
+def leave_rank(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Removes what a process has inherited from the rank that has started it: it is alone, as without a launcher."""
+    if has_left_rank(environ):
+        for name in [*filter(OF_A_RANK.fullmatch, environ)]:
+            del environ[name]
 
 
 def path_with_own(environ: Mapping[str, str] = os.environ) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ringtrain.protocol import launchers
-from ringtrain.protocol.env import PLAN
+from ringtrain.protocol.env import PLAN, has_left_rank
 from ringtrain.protocol.failures import ancestors
 from ringtrain.protocol.placement import PlannedPlacement
 
@@ -33,6 +33,8 @@ def expectation(environ: Mapping[str, str], process: int = 0, proc: Path = Path(
 
     The search for a launcher on this host begins at `process`; 0: this one.
     """
+    if has_left_rank(environ):
+        return None
     if PLAN in environ:
         return PlannedPlacement.from_json(environ[PLAN])
     size = next((int(environ[name]) for name in launchers.names("size") if NUMBER.fullmatch(environ.get(name, ""))), 0)

@@ -26,7 +26,7 @@ from ringtrain.hvd.keras_patches import set_untracked
 from ringtrain.run import devices
 from ringtrain.strategies import samples
 from ringtrain.strategies.base import StepsOf, Strategy
-from ringtrain.strategies.parameter_server import cluster, listening
+from ringtrain.strategies.parameter_server import cluster
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
@@ -165,11 +165,10 @@ class MultiWorker(Mirrored):
         if named == "nccl" and pinning.gpu is None:
             raise DeviceError("strategy.communication: got nccl, this run has no GPU: expected ring or auto")
         task = {"type": "worker", "index": hvd.rank()}
-        places, callers = cluster.addresses(hvd.rank(), hvd.allgather_object)
+        places = cluster.addresses(hvd.rank(), hvd.allgather_object)
         self.about["workers"] = [place for (place,) in places]
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": self.about["workers"]}, "task": task})
         over = tf.distribute.experimental.CommunicationImplementation[named.upper()]
         options = tf.distribute.experimental.CommunicationOptions(implementation=over)
-        with listening.only_for(callers, [int(places[hvd.rank()][0].rpartition(":")[2])]):
-            self.strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        self.strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         return pinning

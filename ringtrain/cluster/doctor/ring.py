@@ -23,7 +23,7 @@ from ringtrain.cluster.doctor.findings import Finding
 from ringtrain.cluster.doctor.session import Options
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan
-from ringtrain.cluster.plans import mpirun
+from ringtrain.cluster.plans import mpirun, openmpi
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.json_text import INVALID, parse_json
 
@@ -153,6 +153,7 @@ def measure(names: Sequence[str], local_mpirun: Mapping[str, Any], subnet: str, 
             environment=os.environ,
             working_directory=os.getcwd(),
             subnet=subnet,
+            own_interfaces=openmpi.own_interfaces(os.environ),
             ssh_port=options.ssh_port,
             yield_when_idle=True,  # a waiting rank must not take a core from the ranks being measured
             allow_root=os.geteuid() == 0,

@@ -145,7 +145,8 @@ def pods(
     """
     _check(job, cluster)
     kept = {name: value for name, value in job.environment.items() if name not in OF_THIS_MACHINE}
-    inner = replace(job, working_directory="", environment=kept, allow_root=cluster.ssh_home == "/root/.ssh")
+    as_root = cluster.ssh_home == "/root/.ssh"
+    inner = replace(job, working_directory="", environment=kept, allow_root=as_root, wheel_mpi="")
     names = forwarded(inner)
     # Ranks get the image's PATH, which is forwarded: sshd has another one.
     passed = {**{name: kept[name] for name in names}, "PATH": ""}

@@ -31,11 +31,13 @@ DIALECTS = {
         title="Open MPI 4",
         version=re.compile(r"mpirun \(Open MPI\) 4\."),
         flags=lambda job, *more: openmpi.flags(job, openmpi.FOUR, *more),
+        settings=openmpi.settings,
     ),
     "openmpi5": Dialect(
         title="Open MPI 5",
         version=re.compile(r"mpirun \(Open MPI\) 5\."),
         flags=lambda job, *more: openmpi.flags(job, openmpi.FIVE, *more),
+        settings=openmpi.settings,
         rank_variable=RANK_VARIABLES["Open MPI"].rank,
     ),
     "mpich": Dialect(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ringtrain.cluster import job as jobs
+from ringtrain.cluster.environment import Setting
 from ringtrain.cluster.host_agent import OWN_CONNECTION
+from ringtrain.cluster.hosts import has_domain
 from ringtrain.cluster.job import MAX_WORD_LETTERS, NUM_HOSTS_LARGE, Flag, Job, check_names, words
 from ringtrain.errors import LaunchError
 
@@ -26,8 +31,17 @@ SSH_OPTIONS = (
     *(word for name, value in OWN_CONNECTION.items() for word in ("-o", f"{name}={value}")),
 )
 WHY_SSH = "ssh never prompts, shares no connection, gives up on a host after 10 s, and on a vanished one after 8 s"
+PARAMETERS = "openmpi-mca-params.conf"
+INCLUDED, EXCLUDED = "btl_tcp_if_include", "btl_tcp_if_exclude"
 EXCLUDED_NETWORKS = "127.0.0.0/8,docker0"
 TCP_PIECES, TCP_PIECE_BYTES = "btl_tcp_rdma_pipeline_frag_size", 262144
+
+
+def is_of_wheel(path: str, prefix: Path = Path(sys.prefix)) -> bool:
+    """Whether the first mpirun of `path` is the Open MPI of PyPI's wheel in this environment."""
+    settings, daemon = prefix / "etc" / PARAMETERS, prefix / "bin" / "orted"
+    is_first = shutil.which("mpirun", path=path) == str(prefix / "bin" / "mpirun")
+    return is_first and settings.exists() and daemon.exists()
 
 
 def settings_of_wheel(path: str, prefix: Path = Path(sys.prefix)) -> dict[str, str]:
@@ -36,15 +50,46 @@ def settings_of_wheel(path: str, prefix: Path = Path(sys.prefix)) -> dict[str, s
     Without an ssh client it would not even start ranks on this host, and on others it would look for its daemon on the
     short PATH of a login over ssh.
     """
-    settings, daemon = prefix / "etc" / "openmpi-mca-params.conf", prefix / "bin" / "orted"
-    if shutil.which("mpirun", path=path) != str(prefix / "bin" / "mpirun"):
-        return {}
-    if not settings.exists() or not daemon.exists() or "\norte_launch_agent" in settings.read_text(errors="replace"):
+    settings = prefix / "etc" / PARAMETERS
+    if not is_of_wheel(path, prefix) or "\norte_launch_agent" in settings.read_text(errors="replace"):
         return {}
     return {
         "OMPI_MCA_plm_rsh_agent": "ssh : rsh : false",
-        "OMPI_MCA_orte_launch_agent": f"env OPAL_PREFIX={prefix} PATH={prefix}/bin:$PATH {daemon}",
+        "OMPI_MCA_orte_launch_agent": f"env OPAL_PREFIX={prefix} PATH={prefix}/bin:$PATH {prefix}/bin/orted",
     }
+
+
+def own_interfaces(environ: Mapping[str, str], files: Sequence[Path] | None = None) -> tuple[str, str]:
+    """Parameter by which the user has chosen the interfaces of Open MPI, and where; two empty texts: none.
+
+    files: With the user's and the host's parameters; None: the usual ones.
+    """
+    if files is None:
+        program = Path(shutil.which("mpirun", path=environ.get("PATH", os.defpath)) or "").absolute()
+        installed = program.parents[1] / "etc" / PARAMETERS
+        files = (Path.home() / ".openmpi" / "mca-params.conf", installed, Path("/etc/openmpi", PARAMETERS))
+    for name in (INCLUDED, EXCLUDED):
+        if f"OMPI_MCA_{name}" in environ:
+            return name, f"OMPI_MCA_{name} is set here"
+        for file in files:
+            with contextlib.suppress(OSError):
+                if re.search(rf"^\s*{name}\s*=", file.read_text(errors="replace"), re.MULTILINE):
+                    return name, f"{name} is set in {file}"
+    return "", ""
+
+
+def check_interfaces(job: Job) -> None:
+    """Raises LaunchError for --subnet beside a parameter that Open MPI does not take with it."""
+    name, where = job.own_interfaces
+    if job.subnet and name == EXCLUDED:
+        raise LaunchError(f"got --subnet {job.subnet}, and {where}, which Open MPI does not take together: unset one")
+
+
+def settings(job: Job) -> Iterator[Setting]:
+    """Row of --explain about the interfaces that the user has chosen."""
+    name, where = job.own_interfaces
+    if name and not job.subnet and job.several_hosts and job.network == "tcp":
+        yield Setting(name, None, f"{where}: ringtrain's own {EXCLUDED} would replace or contradict it: left out")
 
 
 @dataclass(frozen=True)
@@ -62,6 +107,8 @@ class Words:
     """parameter with the seconds between SIGTERM and SIGKILL; "": none"""
     oversubscribe: str
     """mapping by slot if there may be more ranks than slots"""
+    full_names: str
+    """parameter that keeps host names whole"""
 
 
 FOUR = Words(
@@ -73,6 +120,7 @@ FOUR = Words(
     control_networks="oob_tcp_if",
     kill="odls_base_sigkill_timeout",
     oversubscribe="slot",
+    full_names="orte_keep_fqdn_hostnames",
 )
 # PRRTE 3.0.14 has prte_if_include, but finds no interface by its subnet, and sometimes crashes on two excluded ones.
 FIVE = Words(
@@ -84,6 +132,7 @@ FIVE = Words(
     control_networks="",
     kill="",
     oversubscribe="slot:OVERSUBSCRIBE",
+    full_names="prte_keep_fqdn_hostnames",
 )
 
 
@@ -104,7 +153,7 @@ def flags(job: Job, dialect: Words, names: Sequence[str], hostfile: str, files: 
         yield words("--allow-run-as-root", because="Open MPI runs as root only with this flag")
     yield from placement(job, dialect)
     yield from network(job, dialect)
-    yield from control(job, dialect)
+    yield from control(job, dialect, hostfile)
     yield from output(job, dialect)
     if job.working_directory:
         yield words("-wdir", job.working_directory, because=jobs.FOLDER)
@@ -143,20 +192,25 @@ def network(job: Job, dialect: Words) -> Iterator[Flag]:
         also = ""
         if not dialect.control_networks:
             also = "; control connections use any: PRRTE finds none by its subnet"
-        yield words("--mca", "btl_tcp_if_include", job.subnet, because=f"by subnet: interface names differ{also}")
-    elif job.several_hosts:
+        check_interfaces(job)
+        yield words("--mca", INCLUDED, job.subnet, because=f"by subnet: interface names differ{also}")
+    elif job.several_hosts and not job.own_interfaces[0]:
         because = "interfaces that each host has for itself alone lead to no other host"
         if job.id and not job.local_networks:
             because += "; further ones that host agents find are added at the start"
         excluded = ",".join([EXCLUDED_NETWORKS, *job.local_networks])
-        yield words("--mca", "btl_tcp_if_exclude", excluded, because=because)
+        yield words("--mca", EXCLUDED, excluded, because=because)
     if job.several_hosts and f"OMPI_MCA_{TCP_PIECES}" not in job.environment:
         because = "large messages go in pieces: whole ones that cross wait for each other, at half the link's rate"
         yield words("--mca", TCP_PIECES, TCP_PIECE_BYTES, because=because)
 
 
-def control(job: Job, dialect: Words) -> Iterator[Flag]:
+def control(job: Job, dialect: Words, hostfile: str = "") -> Iterator[Flag]:
+    """Arguments of the control plane. hostfile: Existing one, whose names are not known; "": the job's hosts."""
     set_to = dialect.control
+    if hostfile or any(has_domain(host.name) for host in job.hosts):
+        because = "hosts by their full names: it would cut them at the first dot"
+        yield words(set_to, dialect.full_names, 1, because=because)
     if job.several_hosts or job.ssh_port:
         yield words(set_to, f"{dialect.ssh}_args", ssh_options(job), because=WHY_SSH)
     if dialect.control_networks and job.subnet:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from ringtrain.cluster import job as jobs
 from ringtrain.cluster.environment import Setting, as_mapping, names_for_ranks, settings
 from ringtrain.cluster.job import MAX_WORD_LETTERS, Flag, Job, Plan, add_file, check, check_names, words
+from ringtrain.cluster.plans.openmpi import INCLUDED, check_interfaces
 from ringtrain.cluster.plans.rank_start import WAITING_SCRIPT, logged, reported
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.launchers import RANK_VARIABLES
@@ -119,7 +120,8 @@ def _settings(job: Job, mpi: str) -> Iterator[Setting]:
     else:
         yield Setting("OMPI_MCA_pml", "ob1", "Open MPI: shared memory on a host, TCP between hosts")
         if job.subnet:
-            yield Setting("OMPI_MCA_btl_tcp_if_include", job.subnet, "by subnet: interface names differ between hosts")
+            check_interfaces(job)
+            yield Setting(f"OMPI_MCA_{INCLUDED}", job.subnet, "by subnet: interface names differ between hosts")
     if job.yield_when_idle:
         yield Setting("OMPI_MCA_mpi_yield_when_idle", "1", jobs.YIELDS)
 

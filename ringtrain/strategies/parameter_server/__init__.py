@@ -4,7 +4,6 @@ coordinator:  rank 0: base class of both strategies, schedules steps and counts 
 asynchronous: ps-async
 synchronous:  ps-sync
 cluster:      roles of the ranks, their addresses and messages
-listening:    socket filter that keeps other hosts from TensorFlow's gRPC servers
 worker:       the rank of a server or worker: starts its process, restarts a dead worker
 server:       that process: TensorFlow's server, and a worker's samples
 """

@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ CONNECT_S = 3.0
 POLL_S = 0.02
 LOOK_S = 1.0
 """interval at which the waiting coordinator reads messages"""
+OPEN_TO_ALL = (
+    "ringtrain: TensorFlow's servers of this job, one on each rank, obey anyone who reaches their ports: train on a"
+    " network that only the job's hosts share, or behind a firewall"
+)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """handled by the coordinator alone"""
 
@@ -42,17 +47,12 @@ class Roles:
         hosts: Host name by rank.
         servers: Ranks of the servers; the first is 0.
         cluster: host:port of each task, by TensorFlow's role name.
-        addresses: Of all hosts, from which TensorFlow's servers accept connections.
     """
 
     hosts: tuple[str, ...]
     servers: tuple[int, ...]
     workers: tuple[int, ...]
     cluster: Mapping[str, Sequence[str]]
-    addresses: tuple[str, ...] = ()
-
-    def port_of(self, role: str, index: int) -> int:
-        return int(self.cluster[role][index].rpartition(":")[2])
 
     def of(self, rank: int) -> tuple[str, int]:
         """Role of a rank, "ps" or "worker", and its index in that role."""
@@ -187,13 +187,13 @@ def meet(config: Config, servers: int) -> RankGroup:
     server_ranks = sorted(by_local_rank[:servers])
     workers = tuple(rank for rank in range(comm.size) if rank not in server_ranks)
     _check_faults(fault_injection.parse(config.chaos), workers)
-    endpoints, callers = addresses(comm.rank, comm.allgather, num_ports=2 if comm.rank == 0 else 1)
+    endpoints = addresses(comm.rank, comm.allgather, num_ports=2 if comm.rank == 0 else 1)
     cluster = {
         "chief": [endpoints[0][1]],
         "ps": [endpoints[rank][0] for rank in server_ranks],
         "worker": [endpoints[rank][0] for rank in workers],
     }
-    return RankGroup(comm, Roles(tuple(one.host for one in placements), tuple(server_ranks), workers, cluster, callers))
+    return RankGroup(comm, Roles(tuple(one.host for one in placements), tuple(server_ranks), workers, cluster))
 
 
 def _check_faults(faults: Sequence[fault_injection.Fault], workers: Sequence[int]) -> None:
@@ -209,14 +209,13 @@ def _check_faults(faults: Sequence[fault_injection.Fault], workers: Sequence[int
             )
 
 
-def addresses(
-    rank: int, allgather: Callable[[Any], Sequence[Any]], num_ports: int = 1
-) -> tuple[list[list[str]], tuple[str, ...]]:
+def addresses(rank: int, allgather: Callable[[Any], Sequence[Any]], num_ports: int = 1) -> list[list[str]]:
     """Finds free ports on every rank and the address at which other hosts reach them. Collective.
 
-    Returns host:port of each port by rank, and the addresses of all hosts, empty if there is only one. Raises
-    LaunchError on every rank if one cannot be reached.
+    Returns host:port of each port by rank. Raises LaunchError on every rank if one cannot be reached.
     """
+    if rank == 0:
+        print(OPEN_TO_ALL, file=sys.stderr, flush=True)
     with contextlib.ExitStack() as stack:
         # Bound, so that the ports stay free; they listen only if there are other hosts to call them.
         listeners = [stack.enter_context(socket.socket()) for _ in range(num_ports)]
@@ -226,11 +225,8 @@ def addresses(
         own = (socket.gethostname(), transport.own_addresses(), [one.getsockname()[1] for one in listeners])
         of_ranks = allgather(own)
         hosts = [host for host, _, _ in of_ranks]
-        callers: set[str] = set()
-        for _, of_host, _ in of_ranks:
-            callers.update(of_host)
         if len(set(hosts)) == 1:
-            return [_with_ports("127.0.0.1", ports) for _, _, ports in of_ranks], ()
+            return [_with_ports("127.0.0.1", ports) for _, _, ports in of_ranks]
         listeners[0].listen(4096)
         allgather(None)  # all listen
         # Each rank is tested from another host: by rank 0, or, on its host, by the first rank of another host.
@@ -250,26 +246,11 @@ def addresses(
         answering: dict[int, str] = {}
         for of_caller, _ in results:
             answering |= of_caller
-        # The source addresses of incoming connections, which a host may not know itself.
-        callers.update(*allgather(_callers(listeners[0])))
-        endpoints = [_with_ports(answering[other], ports) for other, (_, _, ports) in enumerate(of_ranks)]
-        return endpoints, tuple(sorted(callers))
+        return [_with_ports(answering[other], ports) for other, (_, _, ports) in enumerate(of_ranks)]
 
 
 def _with_ports(address: str, ports: Sequence[int]) -> list[str]:
     return [f"{address}:{port}" for port in ports]
-
-
-def _callers(listener: socket.socket) -> set[str]:
-    """Source addresses of the pending connections, which it closes."""
-    listener.setblocking(False)
-    callers = set()
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            connection, (address, _) = listener.accept()
-            connection.close()
-            callers.add(address)
-    return callers
 
 
 def _answering(rank: int, host: str, candidates: Sequence[str], ports: Sequence[int]) -> str:

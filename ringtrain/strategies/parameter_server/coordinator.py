@@ -29,7 +29,7 @@ from ringtrain.monitor import fault_injection, journal
 from ringtrain.run import devices, log_capture
 from ringtrain.strategies.base import StepsOf, Strategy
 from ringtrain.strategies.mirrored import create_variables
-from ringtrain.strategies.parameter_server import listening, server
+from ringtrain.strategies.parameter_server import server
 from ringtrain.strategies.parameter_server.cluster import RankGroup
 
 if TYPE_CHECKING:
@@ -90,8 +90,7 @@ class ParameterServers(Strategy):
         self.of_others = [(ready[rank].host, ready[rank].prints) for rank in roles.workers]
         cluster = tf.train.ClusterSpec(roles.cluster)
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, "", "chief", 0, rpc_layer="grpc")
-        with listening.only_for(roles.addresses, [roles.port_of("chief", 0)]):
-            self.strategy = tf.distribute.ParameterServerStrategy(resolver)
+        self.strategy = tf.distribute.ParameterServerStrategy(resolver)
         self.load = [0] * len(roles.servers)
         """bytes of variables, by server"""
         self.about |= {

@@ -29,7 +29,6 @@ from ringtrain.models import lazy_keras
 from ringtrain.monitor import fault_injection, journal
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.run import consistency, devices, log_capture
-from ringtrain.strategies.parameter_server import listening
 from ringtrain.strategies.parameter_server.cluster import SIGNALS, Roles
 
 
@@ -118,9 +117,7 @@ def start(roles: Roles, role: str, index: int, pinning: devices.Pinning) -> str:
     threads = pinning.num_threads or len(os.sched_getaffinity(0))
     settings = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=threads, inter_op_parallelism_threads=threads + 1)
     restrict(settings, pinning)
-    with listening.only_for(roles.addresses, [roles.port_of(role, index)]):
-        made = tf.distribute.Server(tf.train.ClusterSpec(roles.cluster), role, index, "grpc", settings, start=False)
-    made.start()
+    tf.distribute.Server(tf.train.ClusterSpec(roles.cluster), role, index, "grpc", settings)
     return str(pinning)
 
 
