@@ -443,7 +443,7 @@ def _data(draw: Draw, task: Task) -> list[str]:
 
 def _weights(draw: Draw, task: Task) -> str:
     """Expression of sample weights, or ""."""
-    if len(task.targets) > 1:
+    if len(task.targets) > 1 or task.is_sequence:
         return ""
     return draw(
         "sample weight",
@@ -464,9 +464,10 @@ def _training_data(draw: Draw, task: Task, arguments: list[str]) -> tuple[list[s
         lines.append(f"weights = {weights}")
         given = "(x, y, weights)"
     kinds = [kind for _, kind in task.targets.values()]
-    if kinds == ["classes"] and not weights and draw.flag("class weight", often=6):
-        arguments.append("class_weight={0: 0.5, 1: 2.0, 2: 1.0}")
     form = draw("data", "arrays", "tf.data", "PyDataset", "generator", "tensors", often=3)
+    may_weigh = kinds == ["classes"] and not weights and form != "generator"
+    if may_weigh and draw.flag("class weight", often=6):
+        arguments.append("class_weight={0: 0.5, 1: 2.0, 2: 1.0}")
     if form == "tf.data":
         pipeline = draw("pipeline", *PIPELINES)
         lines += [f"data = tf.data.Dataset.from_tensor_slices({given})", f"data = {pipeline}"]

@@ -28,7 +28,7 @@ from launching import run
 RANKS = Path(__file__).with_name("ranks.py")
 
 TOLERANCE = 1e-7
-LIMIT_S = 90.0
+LIMIT_S = 300.0
 """of a job on ranks"""
 BATCH = 12
 """jobs of one start"""
