@@ -118,11 +118,11 @@ class Evaluation(keras.callbacks.Callback):
         hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
         metrics = self.summed(num_samples=1)  # not 0, as ranks have trained
         self.set_metrics(logs, metrics, (self.run.clock.results, self.results))
+        self.run.data_set.train.end_epoch(epoch - self.run.start.initial_epoch)
         if not self.run.numbers.num_test or not self.run.validation.is_due(epoch):
             return
         begin_s = time.perf_counter()
         self.evaluated_logs = None
-        self.run.data_set.train.end_epoch(epoch - self.run.start.initial_epoch)
         self.test.begin_evaluation(self._num_before(epoch), len(self.batches))
         parts = hvd.run_together(self._evaluate_shards, of_script=True)
         num_samples = sum(map(self.test.num_readable, self.shards))
