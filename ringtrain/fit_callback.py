@@ -20,6 +20,7 @@ from ringtrain.protocol.for_script import ForScript
 from ringtrain.protocol.json_text import parse_json
 from ringtrain.run import console, evaluation, resume
 from ringtrain.run.context import Job, Process, RunContext
+from ringtrain.run.loop import end_stopped_epoch
 from ringtrain.run.run_folder import METRICS, NO_METRICS
 from ringtrain.sources import OF_FIT, OPTIONS, loop, script_model
 from ringtrain.strategies.ring import OF_OPTIMIZER
@@ -234,6 +235,8 @@ class Run(keras.callbacks.Callback):
         self._call("on_train_batch_end", batch, logs, after_others=False)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._run:
+            end_stopped_epoch(self._run)
         self._call("on_epoch_end", epoch, logs, after_others=False)
 
     def on_test_begin(self, logs: Any = None) -> None:

@@ -105,9 +105,7 @@ class Training:
 def _end_epoch(run: RunContext, callbacks: Any, epoch: int, step_logs: Mapping[str, Any]) -> dict[str, Any]:
     """Calls on_epoch_end; the user's callbacks see complete epochs only, as their state will be saved."""
     run.model.stop_training = False  # set again if a stop is decided; callbacks may ask for the end as well
-    # A signal leaves the epoch open, for the next start. A callback that ends training ends the epoch, as in Keras.
-    if run.callbacks.stop.is_ended and not run.clock.epoch_complete:
-        run.clock.end_epoch()
+    end_stopped_epoch(run)
     if run.clock.epoch_complete:
         run.clock.keep_state()
         callbacks.on_epoch_end(epoch, dict(run.model._get_metrics_result_or_logs(step_logs)))
@@ -117,6 +115,12 @@ def _end_epoch(run: RunContext, callbacks: Any, epoch: int, step_logs: Mapping[s
         if id(callback) not in users:
             callback.on_epoch_end(epoch, {})
     return {}
+
+
+def end_stopped_epoch(run: RunContext) -> None:
+    """Ends the epoch in which a callback has ended training, as in Keras; a signal leaves it open for a resume."""
+    if run.callbacks.stop.is_ended and not run.clock.epoch_complete:
+        run.clock.end_epoch()
 
 
 def _cut_rows(logger: keras.callbacks.CSVLogger, epoch: int) -> None:

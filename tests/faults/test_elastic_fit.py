@@ -96,9 +96,7 @@ def test_deaths_where_epochs_and_training_end_change_no_bit(tmp_path: Path) -> N
         np.testing.assert_array_equal(one[name], other[name], err_msg=name)
     lines = [(folder / "log.csv").read_text().splitlines() for folder in folders]
     twice = [*lines[0][:5], *lines[0][4:]]
-    assert lines[1] in (lines[0], twice), (
-        "epochs that rank 0 wrote are lost; the fourth, in which it died, may be twice"
-    )
+    assert lines[1] in (lines[0], twice), "epochs that rank 0 wrote are lost; the fourth may be twice"
     one, other = (keras.models.load_model(folder / "best.keras", compile=False).get_weights() for folder in folders)
     for weight, same in zip(one, other, strict=True):
         np.testing.assert_array_equal(weight, same)
