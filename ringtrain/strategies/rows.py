@@ -75,7 +75,17 @@ class Rows:
             logs = self._run_step(batches)
             if logs is None:
                 return
+            self._note_unlike()
             yield logs
+
+    def _note_unlike(self) -> None:
+        """Says and notes once what the first step has shown."""
+        text, noted = self._step.unlike, self.run.facts.get("unlike_one_process", [])
+        if not text or text in noted:
+            return
+        self.run.facts["unlike_one_process"] = [*noted, text]
+        if self.run.rank == 0:
+            print(f"ringtrain: unlike 1 rank: {text}", file=sys.stderr, flush=True)
 
     def _fingerprint(self) -> int | None:
         if self.run.size == 1 or not isinstance(self.train, data.Stream):
