@@ -445,18 +445,24 @@ def a_state_for_each_row_of_a_batch() -> None:
 
 @only(np=2)
 def a_number_of_rows_that_a_step_takes_for_granted() -> None:
-    """The error says that a step gets a part of the rows."""
+    """The error names the line, and says that a step gets a part of the rows."""
 
     class Granted(Raw):
         def train_step(self, data: Any) -> Any:
             return super().train_step((data[0] + tf.ones([32, 1], tf.float64), data[1]))
 
-    try:
-        ringtrain.fit(_of(Granted), X[:64], Y[:64], options=options(), **SAME)
-    except ValueError as error:
-        assert "part of the first axis" in "".join(error.__notes__)
-    else:
-        raise AssertionError("trained other shapes")
+    class Reshaping(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            return keras.ops.reshape(inputs, (32, 8))
+
+    for model in (_of(Granted), compiled(dense(Reshaping())), compiled(dense(Reshaping()), run_eagerly=True)):
+        words = "get this rank's part of the first axis"
+        try:
+            ringtrain.fit(model, X[:64], Y[:64], options=options(), **SAME)
+        except ringtrain.errors.ConfigError as error:
+            assert words in str(error) and "step_jobs.py:" in str(error) and "\n" not in str(error), error
+        else:
+            raise AssertionError("trained other shapes")
 
 
 class _Keeps(keras.layers.Layer):
