@@ -134,6 +134,7 @@ class Step:
     def _of_this_rank(self, data: Any) -> Any:
         """A step of the model with this rank's part of the batch."""
         # The share of this rank in the batch, which weighs its gradients.
+        header: Header | None = None
         if self.share is not None and isinstance(data[0], Header):
             header, data = data
             self._note(header)

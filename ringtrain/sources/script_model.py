@@ -86,7 +86,11 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
     # Keras' way to build does not fit a train_step whose data are not those of the model's call.
     is_built = type(model).call is not keras.Model.call and _builds_by_call(model, batch)
     if len(optimizers) > 1 or not is_built:
-        _trace(model, batch)  # builds optimizers of a train_step
+        try:
+            _trace(model, batch)  # builds optimizers of a train_step
+        except Exception as error:
+            explain_shapes(model, error)
+            raise
         model.built = True
     _note_untracked(process, model)
     cast(Ring, process.strategy).share_rows(model, batch)
