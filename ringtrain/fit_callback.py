@@ -308,7 +308,8 @@ class MetricsOfAllRanks(evaluation.Evaluation):
 
     def on_test_end(self, logs: Any = None) -> None:
         metrics = self.summed(1)
-        metric_of = evaluation.metrics_behind(logs or {}, self.results)
+        names = evaluation.metrics_behind(logs or {}, self.results)
+        metric_of = evaluation.first_of_all(hvd.allgather_object(names, name="ringtrain_metrics_of_validation"))
         prefix = self.run.validation.prefix
         self.validated = {f"{prefix}{name}": metrics[metric] for name, metric in metric_of.items()}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import sys
 import warnings
@@ -173,16 +172,16 @@ def _evaluate(model: keras.Model, given: _Given) -> dict[str, Any]:
     from ringtrain.run import evaluation
 
     whole = _own_batches(model, given, model.test_step)
-    no_sums = _metrics_without_sum(model, whole)
-    if no_sums:  # rare, and right without another way to combine them
+    no_sums = whole.rows is not None and _has_own_metrics(model)
+    if no_sums:  # right without another way to combine their states
         whole = hvd.run_together(lambda: _batches(given, given.x, 0, 1, model.steps_per_execution), of_script=True)
     callbacks = _callbacks(model, given, whole)
 
-    def of_rank() -> tuple[dict[str, Any], dict[str, str], list[NDArray[Any]]]:
+    def of_rank() -> tuple[dict[str, Any], dict[str, list[str]], list[NDArray[Any]]]:
         model.reset_metrics()
         before = {id(variable): variable.numpy() for variable in model.metrics_variables}
         logs = evaluation.evaluated(model, whole.dataset, callbacks)
-        metric_of = evaluation.metrics_behind(logs, evaluation.results_of_metrics(model))
+        names = evaluation.metrics_behind(logs, evaluation.results_of_metrics(model))
         if not callbacks.num_calls:
             _build(model.test_step, whole)  # metrics may still lack their variables
         states = evaluation.states_of_metrics(model)
@@ -193,16 +192,20 @@ def _evaluate(model: keras.Model, given: _Given) -> dict[str, Any]:
             states = begins
         if hvd.rank():  # what a reset leaves belongs to the sum once
             states = [state - begin for state, begin in zip(states, begins, strict=True)]
-        return logs, metric_of, states
+        return logs, names, states
 
     with hvd.during("evaluate"):
-        logs, metric_of, states = hvd.run_together(of_rank, of_script=True)
+        logs, names, states = hvd.run_together(of_rank, of_script=True)
     if not no_sums:
         num_calls = _compared(whole, callbacks)
         metrics = evaluation.over_all_ranks(model, 1, states)
         # What a test_step returns besides metrics is that of the last batch, which one of the ranks has had.
         last = max(range(hvd.size()), key=lambda rank: (num_calls[rank], rank))
-        logs, metric_of = hvd.broadcast_object((logs, metric_of), root_rank=last, name="ringtrain_logs_of_last_batch")
+        of_ranks = hvd.allgather_object((logs, names), name="ringtrain_logs_of_last_batch")
+        logs, _ = of_ranks[last]
+        metric_of = evaluation.first_of_all(
+            [its_names for (_, its_names), calls in zip(of_ranks, num_calls, strict=True) if calls]
+        )
         logs |= {name: metrics[metric] for name, metric in metric_of.items()}
     hvd.run_together(lambda: callbacks.end(logs), of_script=True)
     return logs
@@ -302,26 +305,16 @@ def _share_weights(model: keras.Model, build: Callable[[], None]) -> None:
         hvd.broadcast_variables(model.weights, root_rank=0)
 
 
-def _metrics_without_sum(model: keras.Model, whole: data.WholeBatches) -> list[str]:
-    """Names of a script's own metrics of which the state is no sum over rows, as far as arrays show it. Collective."""
+def _has_own_metrics(model: keras.Model) -> bool:
+    """Returns whether a model has metrics of the script's own, whose states may be no sums over rows; says so."""
     from ringtrain import hvd
-    from ringtrain.optim import metric_states
+    from ringtrain.hvd.keras_patches import metrics_of_script
 
-    names = metric_states.of_script(model)
-    if not names or whole.rows is None:
-        return []
-    if len(whole.rows) < metric_states.NUM_ROWS:
-        return names
-    not_summed: list[str] = []
-    rows = functools.partial(whole.rows.sampled, num_samples=metric_states.NUM_ROWS)
-    seen = metric_states.of_test_step(model, rows)
-    if seen:
-        not_summed = seen.not_over_rows
-    not_summed = hvd.broadcast_object(not_summed, root_rank=0, name="ringtrain_not_summed")
-    if not_summed and hvd.rank() == 0:
-        text = f"{', '.join(not_summed)}: the metric is no sum over rows, so that every rank evaluates all of them"
+    names = metrics_of_script(model)
+    if names and hvd.rank() == 0:
+        text = f"{', '.join(names)}: the state of this metric may be no sum over rows: every rank evaluates all of them"
         print(f"ringtrain: evaluate: {text}", file=sys.stderr, flush=True)
-    return not_summed
+    return bool(names)
 
 
 def _callbacks(model: keras.Model, given: _Given, whole: data.WholeBatches) -> CallbacksOfAll:

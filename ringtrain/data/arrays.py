@@ -47,10 +47,6 @@ class NumberedRows(Split):
         """Batch of the rows from one number up to another."""
         raise NotImplementedError
 
-    def sampled(self, begin: int, end: int, num_samples: int) -> Any:
-        """Batch of a part of `num_samples` rows: the first ones, or evenly spaced ones where that costs no more."""
-        return self.rows(begin, end)
-
     def order_of_pass(self, global_batch_size: int, seed: int, epoch: int) -> Order:
         """Order of the rows in an epoch, in batches of this size and a last, smaller one."""
         if self.shuffle == "batch":
@@ -93,9 +89,6 @@ class Arrays(NumberedRows):
 
     def rows(self, begin: int, end: int) -> Any:
         return self._numbered(np.arange(begin, end))
-
-    def sampled(self, begin: int, end: int, num_samples: int) -> Any:
-        return self._numbered(spaced(len(self), num_samples)[begin:end])
 
     def _numbered(self, numbers: NDArray[np.int64]) -> Any:
         return _rows_of(self._without_large(), numbers, in_place.rows(self.large, numbers, _converted))

@@ -10,11 +10,12 @@ import contextlib
 import inspect
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src import api_export
 from keras.src.saving import object_registration
@@ -242,6 +243,24 @@ def layers_of(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers())
 
 
+def metrics_of(model: keras.Model) -> list[Any]:
+    """Metrics of a model besides those of its loss; those of `compile` one by one."""
+    compiled, of_loss = model._compile_metrics, model._compile_loss
+    excluded = [model._loss_tracker, compiled]
+    if of_loss:
+        excluded += of_loss.metrics
+    ids = {id(metric) for metric in excluded}
+    metrics = [metric for metric in model.metrics if id(metric) not in ids]
+    if compiled:
+        metrics += compiled.metrics
+    return metrics
+
+
+def metrics_of_script(model: keras.Model) -> list[str]:
+    """Names of metrics that are no class of Keras; the states of all of Keras' are sums over rows."""
+    return [metric.name for metric in metrics_of(model) if not type(metric).__module__.startswith("keras.")]
+
+
 def untracked_variables(model: keras.Model) -> dict[str, Any]:
     """Variables of TensorFlow and Keras that a model, its layers or its losses use, and Keras does not track."""
     known = {id(variable) for variable in (*model.variables, *slots_of(model))}
@@ -259,6 +278,18 @@ def untracked_variables(model: keras.Model) -> dict[str, Any]:
         if isinstance(value, tf.Variable | keras.Variable) and id(value) not in known:
             known.add(id(value))
             found[f"{name} ({len(found) + 1})" if name in found else name] = value
+    return found
+
+
+def checksums_of_arrays(model: keras.Model) -> dict[str, int]:
+    """Checksums of the arrays that layers and losses have as attributes, by layer and attribute."""
+    found = {}
+    for number, owner in enumerate([*layers_of(model), *(entry.loss for entry in compiled_losses(model))]):
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if isinstance(value, np.ndarray | tf.__internal__.EagerTensor) and name[0] != "_":
+                array = np.ascontiguousarray(value)
+                content = repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
+                found[f"{type(owner).__name__}.{name} ({number})"] = zlib.crc32(content)
     return found
 
 
@@ -298,6 +329,41 @@ def saved_as_its_base(mixin: type, base: type, attributes: Mapping[str, Any]) ->
 def set_untracked(owner: Any, **values: Any) -> None:
     """Sets attributes of a model, layer, metric or optimizer that Keras neither tracks nor saves."""
     vars(owner).update(values)
+
+
+@contextlib.contextmanager
+def replaced(objects: Sequence[tuple[Any, dict[str, Any]]]) -> Iterator[None]:
+    """Context in which objects have other attributes, behind Keras' tracking of attributes."""
+    before = []
+    for changed, values in objects:
+        attributes = vars(changed)
+        before.append({name: attributes[name] for name in values if name in attributes})
+    try:
+        for changed, values in objects:
+            vars(changed).update(values)
+        yield
+    finally:
+        for (changed, values), kept in zip(objects, before, strict=True):
+            for name in values:
+                vars(changed).pop(name, None)
+            vars(changed).update(kept)
+
+
+@contextlib.contextmanager
+def assigned_weights(weights: Sequence[Any], note: Callable[[Any], None]) -> Iterator[None]:
+    """Context that notes the weights of a model which its code assigns; optimizers assign TensorFlow's variables."""
+
+    def noting(weight: Any) -> Any:
+        assign = weight.assign
+
+        def assign_noted(value: Any) -> Any:
+            note(weight)
+            return assign(value)
+
+        return assign_noted
+
+    with replaced([(weight, {"assign": noting(weight)}) for weight in weights]):
+        yield
 
 
 def set_class(owner: Any, kind: type) -> None:

@@ -95,12 +95,12 @@ class Reduction:
                 return self._reduce(gradients, variables, local)
             return PLACE.reducing(self.process_set.size(), gradients, lambda: self._reduce(gradients, variables, local))
         # In a graph, Horovod negotiates and fuses all tensors together; eager tensors are sent one after the other.
-        kinds = tuple((isinstance(gradient, tf.IndexedSlices), gradient.dtype) for gradient in gradients)
-        key = (tuple(id(tensor_of(variable)) for variable in variables), tuple(local), kinds)
+        specs = [_spec(gradient) for gradient in gradients]
+        key = (tuple(id(tensor_of(variable)) for variable in variables), tuple(local), tuple(specs))
         if key not in self._graphs:
             graph = tf.function(lambda *tensors: self(tensors, variables, local), autograph=False)
-            has_rows = any(is_sparse for is_sparse, _ in kinds)
-            self._graphs[key] = graph if has_rows else graph.get_concrete_function(*gradients)
+            # Traced by itself: where a script makes functions of TensorFlow run eagerly, a call would come back here.
+            self._graphs[key] = graph.get_concrete_function(*specs)
         return self._graphs[key](*gradients)
 
     def settings(self) -> dict[str, Any]:
@@ -384,6 +384,14 @@ def joined(tensors: list[tf.Tensor], reduce: Callable[[tf.Tensor], tf.Tensor]) -
     flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
     parts = tf.split(reduce(flat), [tf.size(tensor) for tensor in tensors])
     return [tf.reshape(part, tf.shape(tensor)) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _spec(gradient: Any) -> tf.TypeSpec:
+    """Specification of an eager gradient; a sparse one has another number of rows in each step."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.TensorSpec.from_tensor(gradient)
+    dtype_of_shape = None if gradient.dense_shape is None else gradient.dense_shape.dtype
+    return tf.IndexedSlicesSpec(gradient.shape, gradient.dtype, gradient.indices.dtype, dtype_of_shape, [None])
 
 
 def _are_unique(rows: tf.Tensor) -> bool:

@@ -33,6 +33,7 @@ from ringtrain.hvd.keras_patches import (
 )
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.step_timing import during
+from ringtrain.hvd.train_step import is_own
 
 
 def broadcast_model(
@@ -110,7 +111,10 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
         gathered = horovod.allgather(flat, name="ringtrain_check_in_sync", process_set=process_set).numpy().tolist()
     if len(set(gathered)) > 1:
         of_ranks = allgather_object(copies, name="ringtrain_out_of_sync", process_set=process_set)
-        raise OutOfSync(_difference(process_set, gathered, list(itertools.chain(*of_ranks))))
+        text = _difference(process_set, gathered, list(itertools.chain(*of_ranks)))
+        if is_own(model):
+            text += f": does {type(model).__name__}.train_step assign variables by the numbers of each rank's rows?"
+        raise OutOfSync(text)
     return digests[0].hex()
 
 

@@ -7,7 +7,4 @@ sums:           how gradients, statistics, counters and metrics of all parts of 
 virtual_ranks:  sums with the same bits on any number of ranks
 uneven:         losses and metrics of a whole batch, from ranks with different numbers of rows, masks or weights
 kept_gradients: gradients of a part, kept in place of an update
-own_step:       what a step does to variables besides its update
-divided:        whether a step gives the same for a batch as for its parts together
-metric_states:  whether the states of metrics are sums over rows and updates
 """

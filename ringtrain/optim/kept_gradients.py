@@ -12,7 +12,13 @@ import tensorflow as tf
 from ringtrain.errors import ConfigError
 from ringtrain.hvd.keras_patches import set_untracked
 from ringtrain.hvd.reduction import scaled
-from ringtrain.optim import own_step
+
+OF_PARTS = "with virtual ranks it is called for each part of the rows, and weights are updated once, after all of them"
+
+
+def named(model: keras.Model) -> str:
+    """The step's name in messages."""
+    return f"train.virtual_ranks: {type(model).__name__}.train_step"
 
 
 class LossIsKnown(Exception):
@@ -44,8 +50,7 @@ def gradients_kept(model: keras.Model, num_parts: Any, until_loss: bool = False)
 
     def keep(pairs: Any) -> None:
         if kept:
-            what = f"{own_step.named(model)} updates weights more than once in a step"
-            raise ConfigError(f"{what}: {own_step.ADVICE}")
+            raise ConfigError(f"{named(model)} updates weights more than once in a step: {OF_PARTS}")
         for gradient, variable in pairs:
             if is_scaled and gradient is not None:
                 gradient = scaled(gradient, num_parts)  # after the backward pass, in the weight's own type

@@ -26,11 +26,18 @@ from ringtrain import hvd
 from ringtrain.data.parts import Header, num_rows_of, rows_of
 from ringtrain.errors import ConfigError
 from ringtrain.hvd import train_step
-from ringtrain.hvd.collectives import tensor_of
-from ringtrain.hvd.keras_patches import innermost, layers_of, reduction_of, slots_of
+from ringtrain.hvd.collectives import broadcast_variables, tensor_of
+from ringtrain.hvd.keras_patches import (
+    assigned_weights,
+    distributed,
+    innermost,
+    layers_of,
+    reduction_of,
+    replaced,
+    slots_of,
+)
 from ringtrain.hvd.step_timing import PLACE
-from ringtrain.optim import divided, own_step
-from ringtrain.optim.kept_gradients import gradients_kept
+from ringtrain.optim.kept_gradients import OF_PARTS, gradients_kept, named
 from ringtrain.optim.sums import StepResult, Sums
 from ringtrain.optim.uneven import LossWeights, sum_over_ranks
 
@@ -64,7 +71,9 @@ class Step:
         """the step without this layer"""
         self.fingerprint = tf.Variable(0.0, trainable=False, dtype=tf.float64)
         self._metric_of: dict[str, str] = {}
-        """by the name of a log, the metric of which it is the result"""
+        """by the name of a log, the name in `metric_results` of the result that it is"""
+        self._assigned: dict[int, Any] = {}
+        """weights that the model's code assigns in a step, by id"""
         # What a loss is divided by is summed over the parts of a batch: one for each rank, or those of `sums`.
         if sums is None:
             self._losses = LossWeights(model, hvd.size, sum_over_ranks, is_divided=hvd.size() > 1)
@@ -72,6 +81,14 @@ class Step:
             self._losses = LossWeights(model, sums.num_parts, sums.over_parts)
         if sums is not None:
             self._prepare_sums(sums)
+
+    @property
+    def unlike(self) -> str:
+        """What the first step has shown not to be as in one process; see `sources.unlike`."""
+        names = ", ".join(sorted(self._losses.of_whole_parts))
+        if not names:
+            return ""
+        return f"the loss {names} has no number per row: it is computed of each rank's rows, and averaged"
 
     def divide(self, has_header: bool, has_empty_parts: bool) -> None:
         """Declares how batches come, before the model trains.
@@ -117,6 +134,7 @@ class Step:
     def _of_this_rank(self, data: Any) -> Any:
         """A step of the model with this rank's part of the batch."""
         # The share of this rank in the batch, which weighs its gradients.
+        header: Header | None = None
         if self.share is not None and isinstance(data[0], Header):
             header, data = data
             self._note(header)
@@ -124,25 +142,67 @@ class Step:
         elif self.share is not None:  # of a callback's `train_on_batch`, whole and the same on every rank
             self.share.assign(1.0)
 
-        # A rank without rows trains a placeholder row with the weight 0: what the row changes is set back.
+        # A rank without rows trains a placeholder row with the weight 0: what seeds and metrics had is set back.
         counted: list[Any] = []
-        statistics: list[Any] = []
         if self.has_empty_parts:
-            counted, statistics = self._seeds_and_metrics(), hvd.weights_of_one_rank(self.model)
-        before = {id(variable): tf.identity(variable.value) for variable in [*counted, *statistics]}
-        begin = own_step.num_operations()
-        with self._losses.in_step(self.share):
+            counted = self._seeds_and_metrics()
+        before = [tf.identity(variable.value) for variable in counted]
+        with self._losses.in_step(self.share), self._noting_assigned():
             if self.has_empty_parts and self.has_own:
                 logs = self._logs_of(data)
             else:
                 logs = self._inner(data)
-        for variable in [*counted, *own_step.changed_by(data, begin, statistics, counted)]:
-            value = tf.where(self.share > 0, variable.value, before[id(variable)])  # type: ignore[operator]
-            variable.assign(value)
+        for variable, value in zip(counted, before, strict=True):
+            variable.assign(tf.where(self.share > 0, variable.value, value))  # type: ignore[operator]
+        if self.has_empty_parts and header is not None:
+            self._share_statistics(header)
+        self._share_assigned()
         if self.has_empty_parts and self.has_own:  # results without the placeholder row
-            results = flat_logs(self.model.get_metrics_result())
+            results = metric_results(self.model)
             logs = logs | {name: results[metric] for name, metric in self._metric_of.items()}
         return logs
+
+    def _share_statistics(self, header: Header) -> None:
+        """Gives a rank without rows rank 0's statistics: what follows from weights alone has changed on all ranks."""
+        statistics = hvd.weights_of_one_rank(self.model)
+        if not statistics:
+            return
+
+        def share() -> Any:
+            own = [tf.identity(variable.value) for variable in statistics]
+            broadcast_variables(statistics, root_rank=0)
+            for variable, value in zip(statistics, own, strict=True):
+                variable.assign(tf.where(self.share > 0, value, variable.value))  # type: ignore[operator]
+            return tf.constant(True)
+
+        # Some rank has no rows if this one has none, or one of fewer than there are ranks.
+        share_of_batch, num_rows = header.shares[0], header.rows[0]
+        is_short = tf.logical_or(share_of_batch <= 0, tf.logical_and(num_rows <= 1, share_of_batch > 1))
+        tf.cond(is_short, share, lambda: tf.constant(False))
+
+    @contextlib.contextmanager
+    def _noting_assigned(self) -> Iterator[None]:
+        """Context of a model's step that notes which weights its code assigns besides the update."""
+        if not self.has_own:
+            yield
+            return
+        # What an earlier trace has shown stays: a function of TensorFlow that the step calls is traced once.
+        with assigned_weights(self.model.trainable_weights, lambda weight: self._assigned.update({id(weight): weight})):
+            yield
+
+    def _refuse_assigned(self, weight: Any) -> None:
+        what = f"{named(self.model)} changes {weight.path} besides the update by its optimizer"
+        raise ConfigError(f"{what}: {OF_PARTS}")
+
+    def _share_assigned(self) -> None:
+        """Gives all ranks rank 0's weights, as far as a step assigns them: each rank rounds its own numbers."""
+        weights = list(self._assigned.values())
+        if self.has_own and tf.executing_eagerly():  # each rank may go another way through the step's code
+            weights = self.model.trainable_weights
+        optimizers = [innermost(one) for one in hvd.optimizers_of(self.model) if distributed(one)]
+        weights = [weight for weight in weights if not any(one.is_local(weight) for one in optimizers)]
+        if weights and hvd.local_steps_of(self.model) == 1 and (self.sums is not None or hvd.size() > 1):
+            broadcast_variables(weights, root_rank=0)
 
     def _seeds_and_metrics(self) -> list[Any]:
         weights = {id(variable) for variable in self.model.weights}
@@ -169,10 +229,11 @@ class Step:
         self.metrics = list(model.metrics_variables)
         self.changed = [*hvd.layers_own_variables(model), *self.seeds, *self.metrics]
         """variables that a step changes before all of its sums are there"""
-        # What a step does besides its update would be done once for each part.
-        self._effects: own_step.Effects | None = None
+        # What a step assigns besides its update would be assigned once for each part.
+        restored = {id(variable) for variable in of_one_rank}
+        self._fixed: list[Any] = []
         if not sums.is_one_part:
-            self._effects = own_step.Effects(model, [*self.moving, *self.counters, *self.seeds, *self.metrics])
+            self._fixed = [variable for variable in model.weights if id(variable) not in restored]
         # A step that updates by itself can be undone, but not divided: it would update once for each part.
         self.updates_itself = self.has_own and sums.is_one_part
         self.weights = list(model.trainable_weights)
@@ -252,6 +313,8 @@ class Step:
                 variable.assign(before[id(variable)] + value)
             for seed in self.seeds:
                 seed.assign(seed.value - seed_of(numbers[-1]))
+            if self.updates_itself:
+                self._share_assigned()
             self._is_under_way.assign(False)
         return self._logs_of_all(logs, total.logs)
 
@@ -270,29 +333,26 @@ class Step:
 
     def _logs_of(self, rows: Any) -> dict[str, Any]:
         """Logs of the model's step with some rows. Notes which of them are results of metrics, by whatever name."""
-        results: list[tuple[Any, str]] = []
+        results: list[tuple[Any, keras.Metric, str]] = []
 
         def noting(metric: keras.Metric) -> Any:
             original = metric.result
 
             def result() -> Any:
                 value = original()
-                by_name = value
-                if not isinstance(value, Mapping):
-                    by_name = {metric.name: value}
-                results.extend((of_metric, name) for name, of_metric in flat_logs(by_name).items())
+                results.extend((of_metric, metric, name) for name, of_metric in _by_name(metric, value).items())
                 return value
 
             return result
 
         # A log is a metric's if it is the very tensor that `result` has returned: equal values would prove nothing.
-        with divided.replaced([(metric, {"result": noting(metric)}) for metric in self.model.metrics]):
+        with replaced([(metric, {"result": noting(metric)}) for metric in self.model.metrics]):
             logs = flat_logs(self._inner(rows))
-        known = set(flat_logs(self.model.get_metrics_result()))
+        known = _results(self.model)
         for log, value in logs.items():
-            for of_metric, name in results:
-                if of_metric is value and name in known:
-                    self._metric_of[log] = name
+            for of_metric, metric, name in results:
+                if of_metric is value and (id(metric), name) in known:
+                    self._metric_of[log], _ = known[id(metric), name]
         return logs
 
     def _part(
@@ -309,14 +369,17 @@ class Step:
             seed.assign(before[id(seed)] + seed_of(number))
         for metric in self.metrics:
             metric.assign(tf.zeros_like(before[id(metric)]))
-        begun = own_step.num_operations()
         updates: Any = contextlib.nullcontext({})
         if not self.updates_itself:
             updates = gradients_kept(self.model, self._losses.num_parts(), until_loss and not self.has_own)
-        with self._losses.in_step(share), self.weighed(share), updates as gradients:
+        with (
+            self._losses.in_step(share),
+            self.weighed(share),
+            updates as gradients,
+            assigned_weights(self._fixed, self._refuse_assigned),
+            self._noting_assigned(),
+        ):
             logs = self._logs_of(rows)
-        if self._effects is not None:
-            self._effects.refuse(begun)
 
         # Values are read now: the next part overwrites the variables.
         means = []
@@ -355,8 +418,7 @@ def step_of_all_ranks(model: keras.Model, input_shape: Sequence[int], sums: Sums
         input_shape: Of a row.
 
     Raises:
-        ConfigError: The model has a `train_step` of its own, a layer whose forward pass cannot be undone, or a metric
-            that does not add to its state.
+        ConfigError: The model has a `train_step` of its own, or a layer whose forward pass cannot be undone.
     """
     # Rows are divided in front of Keras' step, whose parts are known: losses, metrics, one update.
     if train_step.is_own(model):
@@ -364,10 +426,8 @@ def step_of_all_ranks(model: keras.Model, input_shape: Sequence[int], sums: Sums
             f"model.name: {type(model).__name__} has a train_step of its own, which elastic runs and virtual ranks"
             " would not call: leave it to Keras"
         )
-    # A metric that is no sum over rows would be wrong from the second part on, without an error.
     batch = tf.zeros([2, *input_shape]), tf.zeros([2], tf.int64)
     model._symbolic_build(data_batch=batch)  # makes the metrics
-    divided.refuse_metrics(model, batch)
     return Step(model, sums=sums).__enter__()
 
 
@@ -382,14 +442,39 @@ def flat_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def _by_name(metric: keras.Metric, result: Any) -> dict[str, Any]:
+    """Results of a metric by name: one, or those of a dictionary."""
+    if isinstance(result, Mapping):
+        return flat_logs(result)
+    return {metric.name: result}
+
+
+def _results(model: keras.Model) -> dict[tuple[int, str], tuple[str, Any]]:
+    """Results of a model's metrics with their names in `metric_results`, by the metric's id and its own name."""
+    found = []
+    for metric in model.metrics:
+        found += [(metric, name, value) for name, value in _by_name(metric, metric.result()).items()]
+    last = {name: metric for metric, name, _ in found}
+    results = {}
+    for number, (metric, name, value) in enumerate(found, 1):
+        unique = name
+        if last[name] is not metric:
+            unique = f"{name} (result {number})"
+        results[id(metric), name] = unique, value
+    return results
+
+
 def metric_results(model: keras.Model) -> dict[str, Any]:
-    """Results of a model's metrics by name, and what a `compute_metrics` of its own makes of their states."""
-    results = flat_logs(model.get_metrics_result())
+    """Results of a model's metrics by name, and what a `compute_metrics` of its own makes of their states.
+
+    Of several metrics of one name, only the last has it here, as in Keras; the others are numbered.
+    """
+    results = dict(_results(model).values()) | flat_logs(model.get_metrics_result())
     if type(model).compute_metrics is keras.Model.compute_metrics:
         return results
     unchanged = {"update_state": lambda *_, **__: None}
     try:
-        with divided.replaced([(metric, unchanged) for metric in model.metrics]):
+        with replaced([(metric, unchanged) for metric in model.metrics]):
             return results | flat_logs(model.compute_metrics(None, None, None, None))
     except Exception:  # the model's own code: it needs the batch
         return results

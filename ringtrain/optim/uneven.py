@@ -19,9 +19,8 @@ from ringtrain import hvd
 from ringtrain.errors import ConfigError
 from ringtrain.hvd import train_step
 from ringtrain.hvd.collectives import unique_in_graph
-from ringtrain.hvd.keras_patches import compiled_losses, set_untracked
+from ringtrain.hvd.keras_patches import compiled_losses, metrics_of, set_untracked
 from ringtrain.hvd.placement import CPU
-from ringtrain.optim import metric_states
 
 NO_XLA = "a loss with masks, sample or class weights needs an allreduce, for which XLA has no kernel: leave it out"
 
@@ -37,6 +36,9 @@ class LossWeights:
         num_parts: Returns the number of parts of a batch.
         over_parts: Sums a number, float64 [], over the parts; see `optim.sums.Sums`.
         is_divided: Whether there can be several parts.
+
+    Attributes:
+        of_whole_parts: Names of losses of the script without a number per row, as far as steps have used them.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class LossWeights:
         is_divided: bool = True,
     ) -> None:
         self.model, self.num_parts, self.over_parts, self.is_divided = model, num_parts, over_parts, is_divided
+        self.of_whole_parts: set[str] = set()
         self._share: Any = None
         self._losses: list[Any] | None = None
         self._weighed: list[Any] = []
@@ -75,7 +78,7 @@ class LossWeights:
                 self._replace_update(metric, self._of_output)
         if self.is_divided:
             self._replace_update(model._loss_tracker, self._of_values)
-            for metric in metric_states.metrics_of(model):
+            for metric in metrics_of(model):
                 if type(metric) is keras.metrics.Mean:
                     self._replace_update(metric, self._of_number)
 
@@ -117,12 +120,18 @@ class LossWeights:
         self._updated.append(metric)
 
     def _of_output(self, loss: Any, weight: Any) -> tuple[Any, Any]:
-        """Loss of one output, in whose mean each batch counts 1; without a reduction, each of its rows does."""
+        """Loss of one output, in whose mean each batch counts 1; without a reduction, each of its rows does.
+
+        weight: Number of this part's rows, where it is known, as it is eagerly: a batch then counts as many times.
+        """
+        part, has_rows = self._share / self._num_parts, self._share > 0
         if self._is_per_row:
-            loss = loss * tf.cast(self._share / self._num_parts, loss.dtype)
+            loss = loss * tf.cast(part, loss.dtype)
         if loss.shape.rank:
-            return loss, tf.ones_like(loss) * tf.cast(self._share > 0, loss.dtype)
-        return loss, self._share / self._num_parts
+            return loss, tf.ones_like(loss) * tf.cast(has_rows, loss.dtype)
+        if weight is not None:
+            return loss, weight * tf.cast(has_rows, tf.float64)
+        return loss, part
 
     def _of_values(self, loss: Any, num_rows: Any) -> tuple[Any, Any]:
         """Loss of a step. Without a reduction it has a value per row, of which Keras tracks the mean."""
@@ -169,12 +178,20 @@ class LossWeights:
         is_masked = values.has_mask
         for leaf in keras.tree.flatten(y_pred):
             is_masked |= getattr(leaf, "_keras_mask", None) is not None
+        num_rows = [tuple(leaf.shape[:1]) for leaf in keras.tree.flatten((y_true, y_pred))]
+        if (not values.shape or values.shape[:1] not in num_rows) and not _is_of_keras(loss):
+            self.of_whole_parts.add(loss.name)
         if not values.shape or (not is_weighted and not is_masked and None not in values.shape[1:]):
             return 1.0
         if train_step.has_layer(self.model, "jit"):
             raise ConfigError(f"train.jit: {NO_XLA}")
         divisor = tf.stop_gradient(tf.cast(divisor, tf.float64) * tf.cast(share > 0, tf.float64))
         return tf.math.divide_no_nan(self._num_parts * divisor, self.over_parts(divisor) * share)
+
+
+def _is_of_keras(loss: keras.Loss) -> bool:
+    function = getattr(loss, "fn", type(loss))
+    return str(getattr(function, "__module__", "")).startswith("keras.")
 
 
 def sum_over_ranks(divisor: Any) -> Any:

@@ -26,7 +26,6 @@ from ringtrain.hvd import train_step
 from ringtrain.hvd.keras_patches import reduction_of
 from ringtrain.hvd.reduction import scaled
 from ringtrain.hvd.step_timing import PLACE
-from ringtrain.optim import own_step
 from ringtrain.optim.kept_gradients import LossIsKnown
 from ringtrain.optim.step import Step
 from ringtrain.optim.sums import StepResult, reduced_by_dtype
@@ -247,7 +246,7 @@ def refuse_unlike(model: keras.Model, batch: Any) -> None:
     if not had_one:
         hvd.forget_global_seed()
     source = ""
-    drawn = [operation for operation in own_step.operations(graph) if DRAWS.match(operation)]
+    drawn = [operation for operation in _operations(graph) if DRAWS.match(operation)]
     if drawn:
         source = f"tf.random ({drawn[0]})"
     if any(outside is state.value.handle for outside, _ in graph.captures):
@@ -258,6 +257,15 @@ def refuse_unlike(model: keras.Model, batch: Any) -> None:
             " seed of their own, which would be others on another number of ranks: pass"
             " seed=a keras.random.SeedGenerator that is an attribute of the layer"
         )
+
+
+def _operations(graph: Any) -> list[str]:
+    """Types of the operations of a graph, then of those of the functions that it calls."""
+    definition = graph.as_graph_def()
+    nodes = [*definition.node]
+    for function in definition.library.function:
+        nodes += function.node_def
+    return [node.op for node in nodes]
 
 
 def refuse_synchronized(model: keras.Model) -> None:

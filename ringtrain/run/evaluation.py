@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ringtrain import data, hvd
 from ringtrain.errors import DataError
-from ringtrain.optim.step import metric_results, seed_of
+from ringtrain.optim.step import flat_logs, metric_results, seed_of
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
@@ -57,8 +57,8 @@ class Evaluation(keras.callbacks.Callback):
         """that sum"""
         self.results: dict[str, Any] = {}
         """of this rank's metrics at the last sum"""
-        self.evaluated_logs: dict[str, Any] | None = None
-        """of this rank's last evaluation; None: it had no samples"""
+        self.evaluated_logs: tuple[dict[str, Any], dict[str, list[str]]] | None = None
+        """of this rank's last evaluation, and the metrics of which they may be; None: it had no samples"""
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Lets shuffles, which training data may share, take the orders of earlier evaluations before any of theirs."""
@@ -135,9 +135,13 @@ class Evaluation(keras.callbacks.Callback):
         metrics = self.summed(num_samples, values)
         # What a test_step returns besides metrics is that of the last batch, as in Keras.
         of_ranks = hvd.allgather_object(self.evaluated_logs, name="ringtrain_logs_of_evaluation")
-        last = [of_rank for of_rank in of_ranks if of_rank is not None][-1]
-        for name, (metric, value) in last.items():
-            logs[f"{self.run.validation.prefix}{name}"] = metrics[metric] if metric else value
+        had_samples = [of_rank for of_rank in of_ranks if of_rank is not None]
+        last, _ = had_samples[-1]
+        metric_of = first_of_all([names for _, names in had_samples])
+        for name, value in last.items():
+            if name in metric_of:
+                value = metrics[metric_of[name]]
+            logs[f"{self.run.validation.prefix}{name}"] = value
         self.seconds += time.perf_counter() - begin_s
 
     def set_metrics(
@@ -149,16 +153,16 @@ class Evaluation(keras.callbacks.Callback):
             metrics: Of all ranks.
             results: Of this rank's metrics, to be compared with logs: after its first step since a resume, and now.
         """
-        metric_of: dict[str, str] = {}
+        candidates: dict[str, list[str]] = {}
         for of_rank in results:
-            metric_of |= metrics_behind(logs, of_rank)
+            for name, names in metrics_behind(logs, of_rank).items():
+                candidates[name] = [*candidates.get(name, ()), *names]
         if not logs:  # after a resume at the end of an epoch whose data have ended early
-            metric_of = {name: name for name in metrics}
+            candidates = {name: [name] for name in keras_names(self.model)}
+        of_ranks = [candidates]
         if not hvd.is_shared(self.model):  # else each rank has the logs of all
-            of_ranks = hvd.allgather_object(metric_of, name="ringtrain_metrics_of_logs")
-            for name, metric in list(metric_of.items()):
-                if any(of_rank.get(name) != metric for of_rank in of_ranks):
-                    del metric_of[name]
+            of_ranks = hvd.allgather_object(candidates, name="ringtrain_metrics_of_logs")
+        metric_of = first_of_all(of_ranks)
         self.replace_by_means(logs, metric_of)
         for name, metric in metric_of.items():
             logs[name] = metrics[metric]
@@ -199,7 +203,7 @@ class Evaluation(keras.callbacks.Callback):
             for seed, value in zip(seeds, kept, strict=True):
                 seed.assign(value)
         if callbacks.logs is None:  # this rank had no batch
-            callbacks.logs = results_of_metrics(self.model)
+            callbacks.logs = {name: results_of_metrics(self.model)[name] for name in keras_names(self.model)}
         callbacks.end()
         self.run.data_set.raise_unreadable()
         return parts
@@ -213,10 +217,10 @@ class Evaluation(keras.callbacks.Callback):
             steps = len(shard) if int(batches.cardinality()) == tf.data.UNKNOWN_CARDINALITY else None
             with _prepared(self.model, batches, steps) as words:
                 logs = evaluated(self.model, batches, callbacks, steps=steps, **words)
-            metric_of = metrics_behind(logs, results_of_metrics(self.model))
+            names = metrics_behind(logs, results_of_metrics(self.model))
             if callbacks.num_calls > calls_before:  # else all of its samples are unreadable
                 callbacks.logs = logs
-                self.evaluated_logs = {name: (metric_of.get(name, ""), value) for name, value in logs.items()}
+                self.evaluated_logs = logs, names
         else:
             self.test.pass_over_shards(1)
             self.model.reset_metrics()
@@ -329,19 +333,36 @@ def results_of_metrics(model: keras.Model) -> dict[str, Any]:
     return {name: _number(keras.ops.convert_to_numpy(value)) for name, value in metrics.items()}
 
 
-def metrics_behind(logs: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, str]:
-    """Returns, by the name of a log, the metric of which it is the result.
+def keras_names(model: keras.Model) -> list[str]:
+    """Names under which Keras' own steps log the results of a model's metrics."""
+    return [*flat_logs(model.get_metrics_result())]
+
+
+def metrics_behind(logs: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Returns, by the name of a log, the metrics of which it may be the result, that of its own name first.
 
     A step of the user's own may return other values under a metric's name, and results under other names. As in Keras,
     logs with the names of all metrics are their results.
     """
     if logs.keys() == results.keys():
-        return {name: name for name in logs}
-    metric_of = {}
+        return {name: [name] for name in logs}
+    metrics_of = {}
     for name, value in logs.items():
         equal = [metric for metric, result in results.items() if _is_equal(value, result)]
-        if equal:
-            metric_of[name] = name if name in equal else equal[0]
+        if name in equal:
+            equal.remove(name)
+            equal.insert(0, name)
+        metrics_of[name] = equal
+    return metrics_of
+
+
+def first_of_all(of_ranks: Sequence[Mapping[str, list[str]]]) -> dict[str, str]:
+    """Metric of each log, given those of which it may be the result on each rank: the first that all ranks have."""
+    metric_of = {}
+    for name, metrics in of_ranks[0].items():
+        for metric in reversed(metrics):
+            if all(metric in of_rank.get(name, ()) for of_rank in of_ranks):
+                metric_of[name] = metric
     return metric_of
 
 

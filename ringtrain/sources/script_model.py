@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -18,8 +17,14 @@ from ringtrain.config import Config, changed_options
 from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.hvd import train_step
 from ringtrain.hvd.distributed import undistribute
-from ringtrain.hvd.keras_patches import distributed, innermost, layers_of, set_untracked, untracked_variables
-from ringtrain.optim import divided, metric_states
+from ringtrain.hvd.keras_patches import (
+    checksums_of_arrays,
+    distributed,
+    innermost,
+    layers_of,
+    set_untracked,
+    untracked_variables,
+)
 from ringtrain.optim.uneven import NO_XLA
 from ringtrain.run import devices
 from ringtrain.run.context import Process
@@ -81,22 +86,19 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
     # Keras' way to build does not fit a train_step whose data are not those of the model's call.
     is_built = type(model).call is not keras.Model.call and _builds_by_call(model, batch)
     if len(optimizers) > 1 or not is_built:
-        _trace(model, batch)  # builds optimizers of a train_step
+        try:
+            _trace(model, batch)  # builds optimizers of a train_step
+        except Exception as error:
+            explain_shapes(model, error)
+            raise
         model.built = True
     _note_untracked(process, model)
     cast(Ring, process.strategy).share_rows(model, batch)
-    rows = None
-    if isinstance(train, data.NumberedRows) and len(train) >= metric_states.NUM_ROWS:
-        rows = functools.partial(train.sampled, num_samples=metric_states.NUM_ROWS)
     if process.strategy.shares_state:
-        untested = divided.refuse_metrics(model, batch, rows)
-        unlike = unlike_one_process(model, batch, rows, process.config.train.virtual_ranks > 0)
-        if untested:
-            unlike.append(f"{', '.join(untested)}: whether the metric adds up over parts of a batch was not tested")
-        return unlike
+        return unlike_one_process(model, process.config.train.virtual_ranks > 0)
     if hvd.size() == 1:
         return []
-    return unlike_one_process(model, batch, rows, of_ranks=True)
+    return unlike_one_process(model) + _arrays_of_each_rank(model)
 
 
 def _note_untracked(process: Process, model: keras.Model) -> None:
@@ -115,6 +117,16 @@ def _note_untracked(process: Process, model: keras.Model) -> None:
             " with its first value: make it by add_weight, or a keras.Variable in an attribute of the model"
         )
         print(f"ringtrain: {text}", file=sys.stderr, flush=True)
+
+
+def _arrays_of_each_rank(model: keras.Model) -> list[str]:
+    """A phrase on arrays of layers and losses that are no weights and differ between ranks. Collective."""
+    of_ranks = hvd.allgather_object(checksums_of_arrays(model), name="ringtrain_arrays")
+    names = [name for name, checksum in of_ranks[0].items() if any(other.get(name) != checksum for other in of_ranks)]
+    if not names:
+        return []
+    text = f"{', '.join(names)}: each rank has other numbers in this array, which is no weight"
+    return [f"{text}: call keras.utils.set_random_seed and numpy.random.seed first"]
 
 
 def _trace(model: keras.Model, batch: Any) -> None:

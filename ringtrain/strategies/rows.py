@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import tensorflow as tf
 
+import ringtrain
 from ringtrain import data, hvd
-from ringtrain.errors import DataError
+from ringtrain.errors import ConfigError, DataError
 from ringtrain.hvd import train_step
 from ringtrain.optim.step import Step
 
@@ -21,8 +24,12 @@ if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
 
 
-OTHER_SHAPES = re.compile("Dimensions must be equal|Incompatible shapes")
+OTHER_SHAPES = re.compile(r"(Dimensions must be equal|Incompatible shapes|Cannot reshape a tensor|Input to reshape).*")
 """messages of TensorFlow's, perhaps since a model expects the rows of a whole batch"""
+OF_A_PART = (
+    "layers and train_step get this rank's part of the first axis of each tensor of the batch: take the number of rows"
+    " from the data, as by tf.shape(x)[0]"
+)
 
 
 class Rows:
@@ -75,7 +82,17 @@ class Rows:
             logs = self._run_step(batches)
             if logs is None:
                 return
+            self._note_unlike()
             yield logs
+
+    def _note_unlike(self) -> None:
+        """Says and notes once what the first step has shown."""
+        text, noted = self._step.unlike, self.run.facts.get("unlike_one_process", [])
+        if not text or text in noted:
+            return
+        self.run.facts["unlike_one_process"] = [*noted, text]
+        if self.run.rank == 0:
+            print(f"ringtrain: unlike 1 rank: {text}", file=sys.stderr, flush=True)
 
     def _fingerprint(self) -> int | None:
         if self.run.size == 1 or not isinstance(self.train, data.Stream):
@@ -121,12 +138,28 @@ class Rows:
 
 
 def explain_shapes(model: keras.Model, error: Exception) -> None:
-    """Adds a note to an error of a model's step that may come from a number of rows which is not that of the data."""
-    if hvd.size() > 1 and (train_step.is_own(model) or OTHER_SHAPES.search(str(error))):
-        error.add_note(
-            "ringtrain.fit: layers and train_step get this rank's part of the first axis of each tensor of the batch:"
-            " take the number of rows from the data, as by tf.shape(x)[0]"
-        )
+    """Explains an error of a model's step that may come from a number of rows which is not that of the data.
+
+    Raises:
+        ConfigError: Shapes do not fit; it names the line of the script.
+    """
+    if hvd.size() == 1:
+        return
+    found = OTHER_SHAPES.search(str(error))
+    if found:
+        problem, _, _ = found[0].partition(" for '{{")
+        raise ConfigError(f"ringtrain.fit: {_line_of_script(error)}: {problem.strip()}: {OF_A_PART}") from None
+    if train_step.is_own(model):
+        error.add_note(f"ringtrain.fit: {OF_A_PART}")
+
+
+def _line_of_script(error: Exception) -> str:
+    """The innermost line outside of packages, file:line; TensorFlow's errors of graphs have their frames as text."""
+    frames = [(frame.filename, str(frame.lineno)) for frame in traceback.extract_tb(error.__traceback__)]
+    frames += re.findall(r'File "([^"]+)", line (\d+)', str(error))
+    elsewhere = ("site-packages", str(Path(ringtrain.__file__).parent), "<")
+    own = [f"{name}:{number}" for name, number in frames if not any(one in name for one in elsewhere)]
+    return [type(error).__name__, *own][-1]
 
 
 @contextlib.contextmanager

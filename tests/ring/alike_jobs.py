@@ -7,7 +7,20 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from fit_alike import CLASSES, OUTPUT, RANDOM, SAME, X, Y, compiled, dense, distance, equals_one_process, options
+from fit_alike import (
+    CLASSES,
+    OUTPUT,
+    RANDOM,
+    SAME,
+    WEIGHTS,
+    X,
+    Y,
+    compiled,
+    dense,
+    distance,
+    equals_one_process,
+    options,
+)
 from keras import layers
 from only import only
 
@@ -32,6 +45,24 @@ def losses_that_count_some_rows() -> None:
     equals_one_process(lambda: compiled(dense(), loss), X, ignored, "ignore-class")
     virtual = options(train=TrainConfig(virtual_ranks=4))
     equals_one_process(lambda: compiled(dense(), loss), X, ignored, "ignore-class-virtual", options=virtual)
+
+
+def losses_of_single_outputs_eagerly() -> None:
+    """Keras weighs them by the rows of a batch, which it does not know in graphs."""
+    ignoring = keras.losses.SparseCategoricalCrossentropy(ignore_class=1)
+    for name, losses in {"ignoring": ("mse", ignoring), "none": (keras.losses.MeanSquaredError("none"), "mse")}.items():
+
+        def make(losses: Any = losses) -> keras.Model:
+            model = _with_losses(*losses)
+            model.run_eagerly = True
+            return model
+
+        targets = [Y, CLASSES if name == "ignoring" else Y]
+        weights = [WEIGHTS, WEIGHTS[::-1]]
+        more = {"within": 1e-8, "epochs": 2, "options": options()}
+        equals_one_process(make, X[:97], [one[:97] for one in targets], f"eagerly-{name}", **more)
+        more["sample_weight"] = [one[:97] for one in weights]
+        equals_one_process(make, X[:97], [one[:97] for one in targets], f"eagerly-{name}-weights", **more)
 
 
 def losses_without_a_reduction() -> None:
@@ -167,10 +198,12 @@ def states_that_follow_from_weights_alone_where_a_rank_has_no_rows() -> None:
         return compiled(Twice(inner.inputs, inner.outputs))
 
     equals_one_process(twice, batches, None, "without-rows-twice", logs=False, batch_size=None)
-    ours = make(Counted())
-    ringtrain.fit(ours, batches, options=options(), epochs=2, verbose=0)
-    assert float(ours.layers[1].steps) == 6
-    assert hvd.allgather_object(float(ours.layers[1].mean)) == [float(ours.layers[1].mean)] * hvd.size()
+    for eager in (False, True):
+        ours = make(Counted())
+        ours.run_eagerly = eager
+        ringtrain.fit(ours, batches, options=options(), epochs=2, verbose=0)
+        assert float(ours.layers[1].steps) == 6
+        assert hvd.allgather_object(float(ours.layers[1].mean)) == [float(ours.layers[1].mean)] * hvd.size()
 
 
 @only(np=2)

@@ -175,10 +175,23 @@ def accumulated_updates() -> None:
 
 @only(np=2)
 def eagerly() -> None:
+    """By `run_eagerly`, and where functions of TensorFlow are not compiled, also with a sparse gradient."""
+
     def make() -> keras.Model:
         return compiled(dense(), run_eagerly=True)
 
+    def embedding() -> keras.Model:
+        keras.utils.set_random_seed(3)
+        layers = [keras.Input((6,)), keras.layers.Embedding(9, 4), keras.layers.Flatten(), keras.layers.Dense(3)]
+        return compiled(keras.Sequential(layers), optimizer=keras.optimizers.Adam(0.01))
+
     equals_one_process(make, X[:33], Y[:33], "eagerly", epochs=1)
+    tf.config.run_functions_eagerly(True)
+    try:
+        words = np.abs(X[:33] * 4).astype(int) % 9
+        equals_one_process(embedding, words, Y[:33], "eager-functions", epochs=2)
+    finally:
+        tf.config.run_functions_eagerly(False)
 
 
 class OwnStep(keras.Model):

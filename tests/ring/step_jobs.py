@@ -287,9 +287,9 @@ def logs_of_an_own_step_of_virtual_ranks() -> None:
 
 
 def _is_named(history: Any) -> bool:
-    """Whether a run says that a step mixes the rows of a batch."""
+    """Whether a run says that a loss has no number per row."""
     summary = json.loads((history.run / "summary.json").read_text())
-    return "is not the mean of its parts'" in str(summary["unlike_one_process"])
+    return "of_columns has no number per row" in str(summary["unlike_one_process"])
 
 
 def _virtual() -> Config:
@@ -332,7 +332,7 @@ def data_that_are_not_those_of_the_call() -> None:
 
 @only(np=2)
 def losses_that_mix_the_rows_of_batches() -> None:
-    """They are named, though no batch is read before training; another loss of the script's own is not."""
+    """They are named by the numbers that they return; another loss of the script's own is not."""
 
     def of_columns(y: Any, outputs: Any) -> Any:
         return tf.reduce_sum(tf.square(y - outputs), 0) / tf.reduce_sum(tf.square(y), 0)
@@ -369,19 +369,70 @@ def tensors_with_different_numbers_of_rows() -> None:
     refused("tensors with 12 and 5 rows", lambda: ringtrain.fit(model, made(5), verbose=0, options=options()))
 
 
+class OfOneName(Raw):
+    """Returns the results of two metrics that have the same name, of which the second is always right."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.first, self.second = keras.metrics.MeanSquaredError(), keras.metrics.MeanSquaredError()
+
+    def train_step(self, data: Any) -> Any:
+        return {**super().train_step(data), **self._both(data)}
+
+    def test_step(self, data: Any) -> Any:
+        return self._both(data)
+
+    def _both(self, data: Any) -> Any:
+        self.first.update_state(data[1], self(data[0]))
+        self.second.update_state(data[1], data[1])
+        return {"of_first": self.first.result(), "of_second": self.second.result()}
+
+
+def metrics_of_one_name() -> None:
+    """Each log is that of its own metric, also where a rank has no rows, in validation, and by `evaluate`."""
+    held_out = {"validation_data": (X[:33], Y[:33]), "validation_batch_size": 32}
+    ours, reference = _of(OfOneName), _of(OfOneName)
+    history = ringtrain.fit(ours, X[:65], Y[:65], options=options(), **SAME, **held_out)
+    expected = reference.fit(X[:65], Y[:65], **SAME, **held_out)
+    for name in ("of_first", "of_second", "val_of_first", "val_of_second"):
+        np.testing.assert_allclose(history.history[name], expected.history[name], rtol=1e-9, err_msg=name)
+    logs = ringtrain.evaluate(ours, X, Y, batch_size=16, verbose=0, return_dict=True)
+    for name, value in ours.evaluate(X, Y, batch_size=16, verbose=0, return_dict=True).items():
+        np.testing.assert_allclose(logs[name], value, rtol=1e-9, err_msg=name)
+
+
+class Sharpness(keras.Model):
+    """Moves its weights, computes the gradient there, and moves them back."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        weights = self.trainable_weights
+        for move in (True, False):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            gradients = tape.gradient(loss, weights)
+            if move:
+                moves = [gradient / 3 for gradient in gradients]
+                for weight, by in zip(weights, moves, strict=True):
+                    weight.assign_add(by)
+        for weight, by in zip(weights, moves, strict=True):
+            weight.assign_sub(by)
+        self.optimizer.apply(gradients, weights)
+        return {"loss": loss}
+
+
 @only(np=2)
-def functions_of_the_script_in_layers_of_keras() -> None:
-    """A layer that mixes the rows of a batch by one of them is named before training; one that does not is not."""
-
-    def of_columns(outputs: Any) -> Any:
-        return outputs - tf.reduce_mean(outputs, 0)
-
-    def of_rows(outputs: Any) -> Any:
-        return tf.tanh(outputs)
-
-    for activation, mixes in ((of_columns, True), (of_rows, False)):
-        model = compiled(dense(keras.layers.Dense(5, activation=activation)))
-        assert _is_named(ringtrain.fit(model, X, Y, options=options(), **SAME)) is mixes
+def weights_that_a_step_moves_and_moves_back() -> None:
+    """Each rank rounds its own moves: afterwards all have rank 0's weights, in each step. Virtual ranks refuse it."""
+    checked = options(train=TrainConfig(check_every_steps=1))
+    for eager in (False, True):
+        layers = dense()
+        model = compiled(Sharpness(layers.inputs, layers.outputs), run_eagerly=eager)
+        history = ringtrain.fit(model, X, Y, options=checked, **SAME)
+        assert len(set(hvd.allgather_object(history.checksum))) == 1
+    layers = dense()
+    model = compiled(Sharpness(layers.inputs, layers.outputs))
+    refused("besides the update", lambda: ringtrain.fit(model, X, Y, options=_virtual(), **SAME))
 
 
 @only(np=2)
@@ -394,18 +445,24 @@ def a_state_for_each_row_of_a_batch() -> None:
 
 @only(np=2)
 def a_number_of_rows_that_a_step_takes_for_granted() -> None:
-    """The error says that a step gets a part of the rows."""
+    """The error names the line, and says that a step gets a part of the rows."""
 
     class Granted(Raw):
         def train_step(self, data: Any) -> Any:
             return super().train_step((data[0] + tf.ones([32, 1], tf.float64), data[1]))
 
-    try:
-        ringtrain.fit(_of(Granted), X[:64], Y[:64], options=options(), **SAME)
-    except ValueError as error:
-        assert "part of the first axis" in "".join(error.__notes__)
-    else:
-        raise AssertionError("trained other shapes")
+    class Reshaping(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            return keras.ops.reshape(inputs, (32, 8))
+
+    for model in (_of(Granted), compiled(dense(Reshaping())), compiled(dense(Reshaping()), run_eagerly=True)):
+        words = "get this rank's part of the first axis"
+        try:
+            ringtrain.fit(model, X[:64], Y[:64], options=options(), **SAME)
+        except ringtrain.errors.ConfigError as error:
+            assert words in str(error) and "step_jobs.py:" in str(error) and "\n" not in str(error), error
+        else:
+            raise AssertionError("trained other shapes")
 
 
 class _Keeps(keras.layers.Layer):
@@ -427,5 +484,5 @@ def numbers_that_no_rank_shares_are_named() -> None:
         model = keras.Sequential([keras.Input((6,)), _Keeps(seed), keras.layers.Dense(3)])
         history: Any = ringtrain.fit(compiled(model), X, Y, name=f"numbers-{name}", options=options(), **SAME)
         summary = json.loads((history.run / "summary.json").read_text())
-        is_named = "other numbers in layers or losses" in str(summary["unlike_one_process"])
+        is_named = "each rank has other numbers in this array" in str(summary["unlike_one_process"])
         assert is_named == (name == "own"), summary["unlike_one_process"]

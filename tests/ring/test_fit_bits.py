@@ -31,7 +31,7 @@ of an embedding's gradient one by one there"""
 OF_ONE_PROCESS = {
     job: within for job, within in ALL_OF_ONE_PROCESS.items() if job == "weights_that_divide" or sample.is_due(job)
 }
-REFUSED = {"adversarial": "several optimizers", "metric_of_an_extreme": "an update of largest is no addition"}
+REFUSED = {"adversarial": "several optimizers"}
 
 
 def results(folder: Path, np: int, jobs: tuple[str, ...], **options: object) -> dict[str, str]:

@@ -482,131 +482,57 @@ class Largest(keras.metrics.Metric):
         return self.value
 
 
-def _spread(y_true: Any, y_pred: Any) -> Any:
-    """One number per batch."""
-    return keras.ops.std(y_pred)
-
-
-def _unlike(model: keras.Model, *nest: Any) -> list[str]:
-    """What would differ on several ranks; the model stays as it is."""
+def _unlike(model: keras.Model) -> list[str]:
+    """What may differ on several ranks."""
     from ringtrain import hvd
     from ringtrain.sources.unlike import unlike_one_process
 
-    def rows(begin: int, end: int) -> Any:
-        return keras.tree.map_structure(lambda array: keras.ops.convert_to_tensor(array[begin:end]), nest)
-
-    def state() -> list[Any]:
-        variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
-        return [keras.ops.convert_to_numpy(variable) for variable in variables]
-
     hvd.init()
     hvd.DistributedOptimizer(model.optimizer)
-    model._symbolic_build(data_batch=rows(0, 8))
-    before = state()
-    phrases = unlike_one_process(model, rows(0, 8), rows)
-    assert all(np.array_equal(a, b) for a, b in zip(before, state(), strict=True))
-    assert not {"call", "reduce", "_clip_gradients"} & {name for one in (model, model.optimizer) for name in vars(one)}
-    return phrases
-
-
-def test_what_is_not_as_in_one_process_is_named() -> None:
-    def found(layers: list[Any], loss: str, metrics: list[Any]) -> list[str]:
-        outputs = keras.layers.Dense(3, activation="sigmoid")
-        model = keras.Sequential([keras.Input((6,)), *layers, outputs])
-        model.compile("sgd", loss, metrics=metrics)
-        return _unlike(model, X[:8].astype("float32"), (Y[:8] > 0).astype("float32"))
-
-    sums = ["mae", "accuracy", keras.metrics.AUC(), keras.metrics.F1Score(), keras.metrics.R2Score()]
-    assert found([], "mse", sums) == []
-    assert found([], "mse", [*sums, Largest(), _spread]) == ["largest, _spread: the metric is no sum over rows"]
-    layers = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.1)]
-    normalized, random, loss = found(layers, "dice", sums)
-    assert normalized.startswith("batch normalization") and random.startswith("random layers")
-    assert loss.startswith("the loss of") and "whole batch" in loss
+    model._symbolic_build(data_batch=(X[:8].astype("float32"), (Y[:8] > 0).astype("float32")))
+    return unlike_one_process(model)
 
 
 class OwnStep(keras.Model):
-    """A step of its own, which may change gradients."""
-
-    change: Any = staticmethod(lambda gradient: gradient)
-
     def train_step(self, batch: Any) -> Any:
-        import tensorflow as tf
-
-        x, y = batch
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
-        gradients = [self.change(one) for one in tape.gradient(loss, self.trainable_weights)]
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
-        return {"loss": loss}
+        return super().train_step(batch)
 
 
-class Clipping(OwnStep):
-    change = staticmethod(lambda gradient: gradient / keras.ops.norm(gradient))
+def test_what_may_not_be_as_in_one_process_is_named() -> None:
+    """By classes alone."""
 
+    def found(layers: list[Any], loss: str, metrics: list[Any], kind: Any = keras.Model) -> list[str]:
+        inputs = outputs = keras.Input((6,))
+        for layer in [*layers, keras.layers.Dense(3, activation="sigmoid")]:
+            outputs = layer(outputs)
+        model = kind(inputs, outputs)
+        model.compile("adam", loss, metrics=metrics)
+        return _unlike(model)
 
-class OfOneNorm(keras.optimizers.Adam):
-    """Changes gradients before they are averaged."""
-
-    def apply_gradients(self, pairs: Any) -> Any:
-        return super().apply_gradients([(one / keras.ops.norm(one), variable) for one, variable in pairs])
-
-
-def _without(rows: Any) -> Any:
-    """Rows without their mean."""
-    return rows - keras.ops.mean(rows, axis=0, keepdims=True)
-
-
-def _one_number(y_true: Any, y_pred: Any) -> Any:
-    return keras.ops.mean(keras.ops.square(y_true - y_pred))
-
-
-def _noisy(rows: Any) -> Any:
-    return rows + keras.random.normal(keras.ops.shape(rows))
-
-
-def test_what_a_step_does_with_its_rows_by_itself_is_named() -> None:
-    x, y, weights = X[:8].astype("float32"), Y[:8].astype("float32"), RANDOM.random(8).astype("float32")
-
-    def found(
-        kind: Any = keras.Model, layer: Any = None, optimizer: Any = "adam", loss: Any = "mse", *more: Any
-    ) -> Any:
-        keras.utils.set_random_seed(1)
-        inputs = keras.Input((6,))
-        model = kind(inputs, keras.layers.Dense(3)(layer(inputs) if layer else inputs))
-        model.compile(optimizer, loss)
-        return _unlike(model, x, y, *more)
-
-    assert found(OwnStep) == [] == found(loss=_one_number)
-    clipped = keras.optimizers.Adam(0.1, global_clipnorm=0.1, weight_decay=0.1, use_ema=True)
-    clipped.gradient_accumulation_steps = 2
-    constrained = keras.layers.Dense(6, kernel_constraint="unit_norm")
-    assert found(OwnStep, constrained, clipped) == []
-    for case in (
-        found(Clipping),
-        found(OwnStep, None, OfOneNorm()),
-        found(OwnStep, keras.layers.Lambda(_without)),
-        found(keras.Model, _without),
-        found(keras.Model, None, "adam", _one_number, weights),
-    ):
-        assert len(case) == 1 and case[0].startswith("a batch's gradient is not the mean of its parts'"), case
-    random = ["random layers draw other numbers on each rank"]
-    assert found(keras.Model, keras.layers.Lambda(_noisy)) == random
-    clipping, of_layers = found(Clipping, keras.layers.Dropout(0.2))[::-1]
-    assert clipping.startswith("a batch's gradient") and [of_layers] == random
+    sums = ["mae", "accuracy", keras.metrics.AUC(), keras.metrics.F1Score(), keras.metrics.R2Score()]
+    assert found([], "mse", sums) == []
+    (largest,) = found([], "mse", [*sums, Largest()])
+    assert largest.startswith("largest: states of the metric are added up")
+    layers = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.1)]
+    normalized, random, loss, step = found(layers, "dice", sums, OwnStep)
+    assert normalized.startswith("batch normalization") and random.startswith("random layers")
+    assert loss.startswith("the loss of") and "whole batch" in loss
+    assert step.startswith("OwnStep.train_step gets each rank's rows")
 
 
 def test_a_recurrent_layer_is_random_with_dropout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the plan, and for `ringtrain prove`."""
+    from ringtrain.sources.unlike import unlike_one_process
+
     x, y = RANDOM.normal(size=(8, 5, 4)).astype("float32"), RANDOM.normal(size=(8, 5, 3)).astype("float32")
     x[::2, 3:] = 0
-    weights = RANDOM.random((8, 1)).astype("float32")
     for rate in (0.0, 0.2):
         masked = keras.layers.GRU(4, dropout=rate, return_sequences=True)
         layers = [keras.layers.Masking(), masked, keras.layers.Dense(3)]
         model = keras.Sequential([keras.Input((5, 4)), *layers])
         model.compile("adam", "mse")
-        assert [one.split()[0] for one in _unlike(model, x, y, weights)] == ["random"] * (rate > 0)
+        unlike = unlike_one_process(model)
+        assert [one.split()[0] for one in unlike] == ["random"] * (rate > 0)
         (folder := tmp_path / str(rate)).mkdir()
         monkeypatch.setenv(PROVE, str(folder))
         model.fit(x, y, verbose=0, callbacks=[Rows()])

@@ -57,6 +57,23 @@ def test_afterwards_a_model_has_the_layers_that_it_had() -> None:
     assert seen == ["timing", "own"]
 
 
+def test_weights_that_a_step_assigns_are_noted() -> None:
+    """Not those that an optimizer updates."""
+    patches = pytest.importorskip("ringtrain.hvd.keras_patches")
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    kernel, bias = model.trainable_weights
+    optimizer = keras.optimizers.SGD(0.1)
+    assigned: list[Any] = []
+    with patches.assigned_weights(model.trainable_weights, assigned.append):
+        optimizer.apply([keras.ops.ones_like(kernel), keras.ops.ones_like(bias)], [kernel, bias])
+        assert not assigned
+        bias.assign_add([1.0])
+        kernel.assign(kernel * 2)
+    assert [id(weight) for weight in assigned] == [id(bias), id(kernel)]
+    kernel.assign(kernel * 2)
+    assert len(assigned) == 2 and "assign" not in vars(kernel)
+
+
 def test_without_layers_the_step_is_that_of_the_class() -> None:
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     train_step.wrap(model, "timing", noting([], "timing"))

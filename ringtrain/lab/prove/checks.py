@@ -83,7 +83,7 @@ def like_one_process(precision: str, one: Outcome, ranks: Outcome, part: Outcome
     distance, wrong = ranks.apart(one), part.apart(one)
     evidence = f"{distance:.1e} apart, at most {limit:.0e}; a process with a part of each batch only: {wrong:.1e}"
     if distance > limit:
-        told = [phrase for phrase in ranks.told() if "gradient" in phrase]
+        told = [phrase for phrase in ranks.told() if "rank's rows" in phrase]
         lines = named(one.suspects(), "writes", "random", roles=IN_TRAINING) or named(
             one.suspects(), "is", roles=("loss", "optimizer", "model")
         )
