@@ -275,6 +275,9 @@ def test_interfaces_that_the_user_has_chosen_stay(tmp_path: Path) -> None:
             assert exclude not in plan.argv
             assert any(chosen[1] in reason and "left out" in reason for _, reason in explain(plan))
             assert exclude in planner(TWO_HOSTS).argv
+    with pytest.raises(LaunchError, match="horovodrun gives mpirun btl_tcp_if_include"):
+        horovodrun.plan(replace(TWO_HOSTS, own_interfaces=of_file))
+    assert horovodrun.plan(replace(TWO_HOSTS, own_interfaces=of_file), gloo=True)
     for launcher in ("mpirun-openmpi4", "mpirun-openmpi5", "srun"):
         PLANNERS[launcher](replace(TWO_HOSTS, own_interfaces=of_variable, subnet=subnet))  # replaces the same parameter
         with pytest.raises(LaunchError, match=re.escape(f"got --subnet {subnet}, and {exclude} is set in")):
