@@ -46,7 +46,7 @@ def plan(
     if not gloo and name == openmpi.EXCLUDED:
         raise LaunchError(
             f"{where}, but horovodrun gives mpirun {openmpi.INCLUDED}, which Open MPI does not take beside it: unset"
-            f" one, or use --launcher mpirun"
+            f" it, or use --launcher mpirun"
         )
     listed = ",".join(map(str, job.hosts))
     if len(listed) > MAX_WORD_LETTERS:
