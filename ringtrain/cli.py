@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from ringtrain import __version__
-from ringtrain.cluster.launch_options import GROUPS, PLAIN, HostOptions, LaunchOptions, add_options
+from ringtrain.cluster.launch_options import GROUPS, IN_KUBERNETES, PLAIN, HostOptions, LaunchOptions, add_options
 from ringtrain.errors import LaunchError, RingtrainError
-from ringtrain.options import Command, Given, Parser, add, before_program, options_of, read, refuse_dashes
+from ringtrain.options import Command, Given, Parser, add, before_program, nearest, options_of, read, refuse_dashes
 from ringtrain.protocol.env import is_activated, path_with_own
 
 STARTS_RANKS = (
@@ -32,6 +32,8 @@ STARTS_RANKS = (
     "host_discovery",
 )
 """options with which `ringtrain train` starts ranks; without them it trains in one process"""
+OF_OTHERS = {"--nproc-per-node": "-np", "--num-processes": "-np", "-n": "-np", "--nnodes": "-H"}
+"""options of other launchers, and ours"""
 STARTING = ("np", "hosts", "hostfile", "launcher", "dry_run")
 """options of launch in the help of `ringtrain train`"""
 
@@ -70,11 +72,31 @@ def parse(words: Sequence[str]) -> tuple[Command, Given]:
     else:
         own, program = words, []
     refuse_dashes(own)
-    values = vars(parser(own).parse_args(own))
+    namespace, unknown = parser(own).parse_known_args(own)
+    values = vars(namespace)
     command: Command = values.pop("chosen")
+    if unknown:
+        raise LaunchError(f"{not_understood(command, own[0], unknown)} (see ringtrain {own[0]} --help)")
     if program and not command.takes_words:
         raise LaunchError(f"got a command after --, which ringtrain {name} does not run: leave it out")
     return command, Given(name, values, tuple(program))
+
+
+def not_understood(command: Command, name: str, unknown: Sequence[str]) -> str:
+    """Message about words of a command line that are no options of its command, with what was probably meant."""
+    first = unknown[0].partition("=")[0]
+    if first.startswith("-"):
+        known = Parser(prog=name)
+        if command.add:
+            command.add(known)
+        meant = OF_OTHERS.get(first.replace("_", "-"), "")
+        hint = f"did you mean {meant}?" if meant else nearest(first, [*known._option_string_actions])
+        return f"unrecognized arguments: {' '.join(unknown)}: {hint}"
+    if name in ("doctor", "hosts"):
+        return f"got {first}, expected hosts after -H: ringtrain {name} -H {','.join(unknown)}"
+    if command.takes_words:
+        return f"got {first}, expected a command after --: ringtrain {name} ... -- {shlex.join(unknown)}"
+    return f"unrecognized arguments: {' '.join(unknown)}"
 
 
 def parser(words: Sequence[str], completes: bool = False) -> Parser:
@@ -194,7 +216,12 @@ def complete_train(parser: Parser) -> None:
 def launch(given: Given) -> int:
     from ringtrain.cluster.launch import launch
 
-    return launch(LaunchOptions.of(given))
+    options = LaunchOptions.of(given)
+    if given.command[1:3] == ("-m", "ringtrain.train") and options.launcher not in IN_KUBERNETES:
+        from ringtrain import config_io
+
+        config_io.read(given.command[3:])  # a mistake in it is found before ranks start
+    return launch(options)
 
 
 TRAIN = Command(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Annotated, Any, Literal
@@ -14,6 +13,7 @@ from ringtrain.errors import ConfigError
 from ringtrain.optimizer_kinds import OPTIMIZERS
 from ringtrain.option_rules import Need, needs, needs_above_0, needs_above_1, needs_other
 from ringtrain.options import AT_LEAST_0, AT_LEAST_1, at_least, options_of
+from ringtrain.options import nearest as nearest
 
 
 def _optimizer_with(option: str) -> Need:
@@ -376,18 +376,6 @@ RULES = {name: option.rule for name, option in OPTIONS.items() if option.rule}
 def option_types() -> dict[str, Any]:
     """Dotted name and type of every option, e.g. {"train.epochs": int}."""
     return {name: option.kind for name, option in OPTIONS.items()}
-
-
-def nearest(name: str, known: Collection[str]) -> str:
-    """End of a message about an unknown name: "did you mean mlp?", or "expected one of cnn, mlp" if none is similar."""
-    # An option without its section, or in another one.
-    key = name.rpartition(".")[2]
-    similar = [other for other in known if "." in other and other.rpartition(".")[2] == key]
-    if len(similar) != 1:
-        similar = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if similar:
-        return f"did you mean {similar[0]}?"
-    return f"expected one of {', '.join(sorted(known))}"
 
 
 def changed_options(config: Config) -> dict[str, Any]:

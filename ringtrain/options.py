@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import difflib
 import functools
 import inspect
 import itertools
 import math
 import operator
+import re
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -199,6 +201,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"argument_default": argparse.SUPPRESS, **settings})
 
     def error(self, message: str) -> NoReturn:
+        wrong = re.fullmatch(r"argument (?:COMMAND|KIND): invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if wrong:
+            name, known = wrong.groups()
+            hint = nearest(name, known.replace("'", "").split(", "))
+            raise LaunchError(f"got {name}, {hint} (see {self.prog} --help)")
         raise LaunchError(f"{message}: see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -352,6 +359,18 @@ def words_of(options: Mapping[str, Option], values: Mapping[str, Any]) -> list[s
         else:
             words += [flag, str(value)]
     return words
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """End of a message about an unknown name: "did you mean mlp?", or "expected one of cnn, mlp" if none is similar."""
+    # An option without its section, or in another one.
+    key = name.rpartition(".")[2]
+    similar = [other for other in known if "." in other and other.rpartition(".")[2] == key]
+    if len(similar) != 1:
+        similar = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if similar:
+        return f"did you mean {similar[0]}?"
+    return f"expected one of {', '.join(sorted(known))}"
 
 
 # ---- commands -------------------------------------------------------------------------------------------------------

@@ -33,8 +33,6 @@ OF_A_SESSION = re.compile(
 )
 BIND_NOW = "LD_BIND_NOW"
 """with it, the dynamic linker finds a library's functions when it loads it, not when they are called"""
-MAX_SHOWN = 6
-"""names of variables in a line"""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|PRIVATE|APIKEY|COOKIE|JWT|(^|_)(KEY|KEYS|PAT|AUTH|PWD|PASS|DSN)(_|$)",
@@ -101,13 +99,12 @@ def clean_start(job: Job, launcher: str, folder: str = "") -> list[Flag]:
 
 
 def not_forwarded(job: Job) -> str:
-    """Message with the user's variables that ranks do not get; "" if there are none."""
+    """Message with the number of the user's variables that ranks do not get; "" if there are none."""
     names = [name for name in withheld(job) if NAME.fullmatch(name) and not OF_A_SESSION.fullmatch(name)]
     if not names:
         return ""
-    shown = ", ".join([*names[:MAX_SHOWN], *["..."][: len(names) - MAX_SHOWN]])
     noun = "variable" if len(names) == 1 else "variables"
-    return f"not forwarded to ranks: {len(names)} {noun} ({shown}): --forward NAME adds one"
+    return f"not forwarded to ranks: {len(names)} {noun} set here: --forward NAME adds one, --explain lists them"
 
 
 def settings(job: Job) -> Iterator[Setting]:

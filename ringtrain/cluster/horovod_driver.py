@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ringtrain.cluster import elastic_slots, host_agent, processes
+from ringtrain.cluster.doctor.software import horovod_operations
 from ringtrain.errors import LaunchError
 from ringtrain.protocol import plain_pickle
 from ringtrain.protocol.env import SLOT
@@ -96,11 +97,15 @@ def end_rank(grace_s: float, process_id: int) -> None:
 
 
 def install(exported: set[str]) -> None:
-    from horovod.runner import gloo_run, mpi_run
+    from horovod.runner import gloo_run, launch, mpi_run
     from horovod.runner.common.util import codec, env, network
     from horovod.runner.driver import driver_service
     from horovod.runner.util import remote
 
+    operations = horovod_operations({})
+    if operations is not None:  # Horovod would load TensorFlow to ask its library
+        launch.mpi_built = lambda verbose=False: "MPI" in operations
+        launch.gloo_built = lambda verbose=False: "Gloo" in operations
     plain_pickle.restrict(network, "")
     codec.cloudpickle = SimpleNamespace(dumps=codec.cloudpickle.dumps, loads=plain_pickle.loads)
     env.is_exportable = exported.__contains__

@@ -252,7 +252,7 @@ def make_folder(process: Process, numbers: Numbers, start: Start) -> Path:
 
     # On rank 0, whose clock names it; with the lock, so that no second job can take it.
     def make() -> Path:
-        name = config.run.name or run_folder.default_name(config.data.name)
+        name = config.run.name or run_folder.default_name(run_folder.script_name() or config.data.name)
         folder = run_folder.create_folder(
             Path(config.run.directory),
             name,

@@ -59,9 +59,18 @@ LEASE_EXPIRES_S = 60.0
 SCHEDULED_JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX")
 
 
-def default_name(data_name: str, now_s: float | None = None) -> str:
+def script_name() -> str:
+    """Name of the script or module that this process runs; "" for one of ringtrain's, and in a notebook."""
+    main = sys.modules["__main__"]
+    if main.__spec__:  # python -m
+        name = main.__spec__.name.removesuffix(".__main__")
+        return "" if name.startswith("ringtrain.") else name
+    return Path(getattr(main, "__file__", "")).stem
+
+
+def default_name(script_or_data: str, now_s: float | None = None) -> str:
     """Returns the default name of a run, e.g. "digits-20261120-101500". `now_s`: Unix time; None: now."""
-    stem = re.sub(r"[^\w.-]", "-", data_name)
+    stem = re.sub(r"[^\w.-]", "-", script_or_data)
     return f"{stem}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now_s))}"
 
 

@@ -343,6 +343,33 @@ def test_an_option_may_be_abbreviated_and_a_wrong_one_is_named(capsys: pytest.Ca
     assert "unrecognized arguments: --nonsense" in printed(capsys, "launch", "--nonsense", "python", "fit.py")[1]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lauch", "-np", "2", "python", "fit.py"], "got lauch, did you mean launch? (see ringtrain --help)"),
+        (["bench", "trian"], "got trian, did you mean train? (see ringtrain bench --help)"),
+        (
+            ["launch", "--nproc_per_node=2", "true"],
+            "--nproc_per_node=2: did you mean -np? (see ringtrain launch --help)",
+        ),
+        (["launch", "--oversubscirbe", "true"], "--oversubscirbe: did you mean --oversubscribe?"),
+        (
+            ["prove", "python", "fit.py"],
+            "got python, expected a command after --: ringtrain prove ... -- python fit.py",
+        ),
+        (["doctor", "host1", "host2"], "got host1, expected hosts after -H: ringtrain doctor -H host1,host2"),
+        (["launch", "python", "-m", "ringtrain.train", "--trian.epochs", "3"], "did you mean --train.epochs?"),
+        (["train", "-np", "2", "--train.epochs", "0"], "train.epochs: got 0, expected 1 or more"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_was_meant(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    out, errors = printed(capsys, *words)
+    assert said in errors
+    assert (out, errors.count("\n")) == ("", 1)
+
+
 def test_train_starts_ranks_if_it_is_given_a_number_or_hosts(
     capsys: pytest.CaptureFixture[str], bin_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

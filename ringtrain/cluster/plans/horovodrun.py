@@ -42,6 +42,12 @@ def plan(
             f"horovodrun over MPI supports Open MPI 4 only, and this is {dialect}: use --launcher horovodrun-gloo or"
             f" mpirun"
         )
+    name, where = job.own_interfaces
+    if not gloo and name == openmpi.EXCLUDED:
+        raise LaunchError(
+            f"{where}, but horovodrun gives mpirun {openmpi.INCLUDED}, which Open MPI does not take beside it: unset"
+            f" it, or use --launcher mpirun"
+        )
     listed = ",".join(map(str, job.hosts))
     if len(listed) > MAX_WORD_LETTERS:
         raise LaunchError(f"{len(job.hosts)} hosts are too many for horovodrun's command line: use --launcher mpirun")
