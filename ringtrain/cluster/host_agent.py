@@ -56,8 +56,8 @@ WRAPPERS = " | ".join(
     + [f"*:{name}" for name in ("uv", "conda", "mamba", "micromamba")]
 )
 # Shell functions for signal $number. caught: whether a process catches it. catches: the processes that do. takers: the
-# outermost of these processes and their children that are no wrappers, or catch it. hand_on: signals the rank of $1; if
-# $2 is "catching", only processes that catch it, else it fails.
+# outermost of these processes and their children that are no wrappers, or catch it. hand_on: signals the processes of
+# the rank of $1 that catch it, or fails.
 SIGNALLING = f"""
 caught() {{
     bits=$(sed -n 's/^SigCgt:.*\\(........\\)$/\\1/p' "/proc/$1/status" 2>/dev/null)
@@ -78,10 +78,8 @@ takers() {{
     done
 }}
 hand_on() {{
-    below=$(takers "$1")
-    chosen=$(catches $below)
-    [ -n "$chosen" ] || [ "$2" != catching ] || return
-    kill -"$number" ${{chosen:-${{below:-$1}}}}
+    chosen=$(catches $(takers "$1"))
+    [ -n "$chosen" ] && kill -"$number" $chosen
 }}
 """
 
@@ -206,19 +204,20 @@ while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$or
     beat)
         look
         ask ;;
-    signal* | catching*)
+    signal*)
         set -- $order
-        kind=$1 number=$2 taken=0
+        number=$2 taken=
         shift 2
         for pair; do
             # The process that a rank has told of, and the first one: in a namespace of their own numbers mean others.
             for process in ${{pair%%:*}} ${{pair##*:}}; do
                 grep -qs "{JOB}=$job" "/proc/$process/environ" || continue
-                ! hand_on "$process" "$kind" || taken=$((taken + 1))
+                taken=$((taken + 0))
+                ! hand_on "$process" || taken=$((taken + 1))
                 break
             done
         done
-        echo "{SAYS}taken $taken" ;;
+        [ -z "$taken" ] || echo "{SAYS}taken $taken" ;;
     go*)
         set -- $order
         gate={FOLDER}/$2 before=$(killed_for_memory)

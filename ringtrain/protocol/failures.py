@@ -143,6 +143,18 @@ def report_no_init(environ: Mapping[str, str] = os.environ) -> None:
         _write([f"{MARK}:{environ[JOB]}:no-init:{os.getpid()}"], times=1)
 
 
+def report_left(rank: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Reports that a rank exits by itself, while others may still wait for it."""
+    if environ.get(JOB):
+        _write([f"{MARK}:{environ[JOB]}:left:{rank}"], times=1)
+
+
+def report_cut(rank: int, number: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Reports that a signal has killed the ssh of a rank, which may live on."""
+    if environ.get(JOB):
+        _write([f"{MARK}:{environ[JOB]}:cut:{rank}:{number}:"])
+
+
 def report_weights(rank: int, checksum: str, environ: Mapping[str, str] = os.environ) -> bool:
     """Reports weights that this rank has trained without the others' gradients; returns whether there is a launcher."""
     if environ.get(JOB):
