@@ -117,10 +117,9 @@ def decide(
     if silent:
         lost_hosts = ", ".join(silent)
         return JobResult(2, f"lost {lost_hosts} while the job ran: its host or network failed")
-    if failure and reports.left:
-        left = next((rank for rank in reports.left if rank not in reports.failures), -1)
-        if left >= 0:
-            return _left(left, "", code or failure.exit_code, reports, tails)
+    left = [rank for rank in reports.left if rank not in reports.failures]
+    if failure and left:
+        return _left(left[0], "", code or failure.exit_code, reports, tails)
     if failure:
         # The launcher's own code is that of the rank that exited first.
         return JobResult(
@@ -132,14 +131,19 @@ def decide(
         return JobResult(
             code or 2, f"{launcher} lost its daemon on {lost[1]}: the host or its network failed, or it was killed"
         )
-    if DAEMON_LOST in launcher_output and reports.ranks:
-        hosts = sorted({rank.host for rank in reports.ranks} - {here})
-        text = (
-            f"an ssh of {launcher} ended while the job ran: its connection was to {' or '.join(hosts[:MAX_SPEAKERS])}"
-        )
-        return JobResult(_code(128 + code if code in signal.valid_signals() else code), text)
     if returncode < 0:
         return JobResult(code, f"{launcher} was killed by {signal_name(-returncode)}")
+    return _unnamed(code, reports, launcher_output, tails, launcher, here)
+
+
+def _unnamed(
+    code: int, reports: Reader, launcher_output: str, tails: Mapping[int, Sequence[str]], launcher: str, here: str
+) -> JobResult:
+    """Result of a job of which neither a rank nor its launcher names the rank that exited first."""
+    if DAEMON_LOST in launcher_output and reports.ranks:
+        hosts = " or ".join(sorted({rank.host for rank in reports.ranks} - {here})[:MAX_SPEAKERS])
+        number = 128 + code if code in signal.valid_signals() else code
+        return JobResult(_code(number), f"an ssh of {launcher} ended while the job ran: its connection was to {hosts}")
     # Open MPI 4 sometimes does not name the rank if it was on another host.
     host_of = {rank.rank: rank.host for rank in reports.ranks}
     last = []

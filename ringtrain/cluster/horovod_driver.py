@@ -114,29 +114,34 @@ def install(exported: set[str], grace_s: float = 0.0) -> None:
         return ssh
 
     def execute_rank(command: str, **options: Any) -> int:
-        """Runs a rank here, or its ssh. Reports that it has left by itself, or that its ssh was killed."""
-        values, argv = rank_values(), shlex.split(command)
-        given, after_s = "", grace_s or rank_process.GRACE_S
-        is_remote = argv[0] == "ssh"
-        if is_remote:
-            given = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
-            after_s = grace_s
-        code = rank_process.run(argv, {**os.environ, **values}, given=given, grace_s=after_s, **options)
-        if grace_s and code == 0:
-            report_left(options["index"])
-        elif grace_s and is_remote and code < 0:
-            report_cut(options["index"], -code)
-        return code if code >= 0 else 128 - code
-
-    def execute(command: str, env: Mapping[str, str] | None = None, **options: Any) -> int:
-        code = rank_process.run(["sh", "-c", command], os.environ if env is None else env, **options)
-        return code if code >= 0 else 128 - code
+        return run_rank(shlex.split(command), rank_values(), grace_s, **options)
 
     safe_shell_exec.execute = execute
     gloo_run.get_run_command = run_command
     gloo_run._slot_info_to_command_fn = slot_command
     gloo_run.get_remote_command = remote_command
     gloo_run.safe_shell_exec = SimpleNamespace(execute=execute_rank)
+
+
+def run_rank(argv: Sequence[str], values: Mapping[str, str], grace_s: float, **options: Any) -> int:
+    """Runs a rank here, or its ssh. Reports that it has exited by itself, or that its ssh was killed."""
+    given, after_s = "", grace_s or rank_process.GRACE_S
+    is_remote = argv[0] == "ssh"
+    if is_remote:
+        given = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
+        after_s = grace_s
+    code = rank_process.run(argv, {**os.environ, **values}, given=given, grace_s=after_s, **options)
+    if grace_s and code == 0:
+        report_left(options["index"])
+    elif grace_s and is_remote and code < 0:
+        report_cut(options["index"], -code)
+    return code if code >= 0 else 128 - code
+
+
+def execute(command: str, env: Mapping[str, str] | None = None, **options: Any) -> int:
+    """In place of Horovod's `safe_shell_exec.execute`."""
+    code = rank_process.run(["sh", "-c", command], os.environ if env is None else env, **options)
+    return code if code >= 0 else 128 - code
 
 
 def common_interfaces(settings: Any, hosts: Sequence[str], remote_hosts: Any = None, cache: Any = None) -> set[str]:
