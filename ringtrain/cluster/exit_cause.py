@@ -119,7 +119,7 @@ def decide(
         return JobResult(2, f"lost {lost_hosts} while the job ran: its host or network failed")
     left = [rank for rank in reports.left if rank not in reports.failures]
     if failure and left:
-        return _left(left[0], "", code or failure.exit_code, reports, tails)
+        return _left(left[0], "", code, reports, tails)
     if failure:
         # The launcher's own code is that of the rank that exited first.
         return JobResult(
