@@ -108,8 +108,16 @@ daemons() {{
     done | sort -u
 }}
 uptime() {{ read -r seconds _ </proc/uptime; echo "${{seconds%%.*}}"; }}  # the clock may be set
+# Files of Open MPI, which it leaves where it is killed.
+sessions() {{
+    for process in $(mine) $others; do
+        sed -n 's#^[^/]*\\(/.*/ompi\\.[^/]*/\\(pid\\|jf\\)\\.[0-9]*\\)/.*#\\1#p
+            s#^[^/]*\\(/dev/shm/vader_segment\\.[^/ ]*\\)$#\\1#p' "/proc/$process/maps" 2>/dev/null
+    done | sort -u
+}}
 sweep() {{
     others=$(daemons) began=$(uptime)
+    files=$(sessions)
     while :; do
         first= then=
         for process in $(mine) $others; do
@@ -127,6 +135,9 @@ sweep() {{
         kill -s KILL $first 2>/dev/null
         [ $waited -lt {3 * PATIENCE_S} ] || break
         sleep 0.05
+    done
+    echo "$files" | while IFS= read -r path; do
+        [ ! -O "$path" ] || rm -rf "$path"
     done
 }}
 boxes() {{

@@ -589,11 +589,17 @@ def test_nohup_lets_a_job_outlive_its_terminal(launch, tmp_path: Path) -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "horovodrun-gloo"])
-def test_a_killed_launcher_leaves_nothing(launch, launcher: str) -> None:
-    started = launch(*ringtrain(*shell(DEAF), launcher=launcher))
+def test_a_killed_launcher_leaves_nothing(launch, launcher: str, tmp_path: Path) -> None:
+    """No process, no files of Open MPI, no semaphores of multiprocessing."""
+    started = launch(*ringtrain(*shell(DEAF), launcher=launcher), env={"TMPDIR": str(tmp_path)})
     started.wait_for_ranks()
+    for process in started.alive():
+        with contextlib.suppress(OSError):
+            assert "/sem.mp-" not in Path(f"/proc/{process}/maps").read_text()
+    assert bool([*tmp_path.glob("ompi.*/*")]) == (launcher != "horovodrun-gloo")
     started.process.kill()
     assert started.left() == {}
+    _wait_until(lambda: not [*tmp_path.glob("ompi.*/*")])
 
 
 def test_output_that_nobody_reads_does_not_end_the_job(launch) -> None:

@@ -33,9 +33,9 @@ def test_a_process_that_others_outlive_has_ended_with_its_output(end: str, code:
 
 def test_of_one_that_has_ended_well_others_may_go_on_printing() -> None:
     stdout = io.StringIO()
-    argv = ["sh", "-c", "(sleep 0.3; cat) <&0 & exit 0"]
-    assert rank_process.run(argv, os.environ, given="given", stdout=stdout, index=0) == 0
-    assert stdout.getvalue() == "[0]<stdout>:given"
+    argv = ["sh", "-c", "read -r given; (sleep 0.3; echo $given) &"]
+    assert rank_process.run(argv, os.environ, given="given\n", stdout=stdout, index=0) == 0
+    assert stdout.getvalue() == "[0]<stdout>:given\n"
 
 
 @pytest.mark.parametrize(("how", "code"), [("sys.exit(3)", 3), ("0", -signal.SIGKILL)])
