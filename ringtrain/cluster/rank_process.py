@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ringtrain.cluster.processes import BOUND
+from ringtrain.cluster.processes import start_rank
 
 SHELLS = ("sh", "bash", "dash")
 GRACE_S = 5.0
@@ -47,18 +46,7 @@ def run(
     from horovod.runner.common.util.safe_shell_exec import prefix_connection
     from horovod.runner.util.threads import in_thread
 
-    with open(os.memfd_create("ringtrain"), "w+b") as stdin:
-        stdin.write(given.encode())
-        stdin.seek(0)
-        # With its own process group, which also has what it starts.
-        process: Any = subprocess.Popen(
-            [sys.executable, "-ISc", BOUND, str(os.getpid()), *argv],
-            env=environ,
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+    process = start_rank(argv, environ, given)
     readers = []
     for pipe, stream, name in (
         (process.stdout, stdout or sys.stdout, "stdout"),
@@ -74,7 +62,11 @@ def run(
             _terminate(process.pid)
         if time.monotonic() > kill_at_s:
             process.kill()
-        _wait(process, readers)
+        running = [reader for reader in readers if reader.is_alive()]
+        if running:
+            running[0].join(TICK_S)
+        else:
+            time.sleep(TICK_S)
     if process.returncode != 0 or is_ending:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -82,16 +74,6 @@ def run(
     for reader in readers:
         reader.join(max(0.0, deadline_s - time.monotonic()))
     return int(process.returncode)
-
-
-def _wait(process: Any, readers: Sequence[Any]) -> None:
-    """Waits for a while for the end of a process, or of its output."""
-    if process.poll() is None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(TICK_S)
-        return
-    for reader in readers:
-        reader.join(TICK_S)
 
 
 def _terminate(process_id: int) -> None:

@@ -27,8 +27,6 @@ from ringtrain.cluster.plans import mpirun
 from ringtrain.cluster.spark import task
 from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import LaunchError
-from ringtrain.protocol.env import MARK
-from ringtrain.protocol.failures import Failure
 from ringtrain.protocol.placement import RankPlacement
 from ringtrain.protocol.status import STATUS_FILES
 
@@ -349,19 +347,3 @@ def test_grace_counts_from_the_signal_and_waits_for_no_host(monkeypatch: pytest.
         watch.agents.read(agent, f"{host_agent.SAYS}{said}\n".encode())
         answers.append(watch._nothing_catches())
     assert answers == [False, False, False, True]
-
-
-def test_a_failure_whose_rank_does_not_end_ends_the_job_after_the_grace() -> None:
-    watch = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun", grace=8.0))
-    assert watch._failure_to_end_for(50.0) is None
-    failures = [
-        Failure(1, "host2", 1.0, "E", "E: Horovod has been shut down", 1),
-        Failure(0, "host1", 2.0, "E", "E", 3),
-    ]
-    for failure, seen_s in zip(failures, (100.0, 105.0), strict=True):
-        for line in failure.lines(TWO_HOSTS.id):
-            watch.reports.take(line)
-        assert watch._failure_to_end_for(seen_s) is None
-    assert watch._failure_to_end_for(108.5) == failures[1]
-    watch.reports.take(f"{MARK}:{TWO_HOSTS.id}:recovery:")
-    assert watch._failure_to_end_for(109.0) is None
