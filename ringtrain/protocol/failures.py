@@ -94,11 +94,12 @@ def report_uncaught(rank: Callable[[], int], environ: Mapping[str, str] = os.env
     """Installs an excepthook that also reports uncaught exceptions to the launcher, if there is one."""
     if JOB not in environ or getattr(sys.excepthook, "is_ringtrains", False):
         return
-    before = sys.excepthook
+    before, process = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
-        if not issubclass(kind, KeyboardInterrupt):
+        # A process that the rank has forked is not the rank, which lives.
+        if not issubclass(kind, KeyboardInterrupt) and os.getpid() == process:
             report_failure(error.with_traceback(trace), rank(), exit_code_of(error), with_traceback=True)
 
     hook.is_ringtrains = True  # type: ignore[attr-defined]
