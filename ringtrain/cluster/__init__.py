@@ -8,6 +8,7 @@ job:            Job (what to run where) and Plan (flags with reasons, environmen
 environment:    variables of the launching environment that reach ranks
 plans:          the command line of each launcher
 horovod_driver: horovodrun with its network services restricted to the job
+rank_process:   a process that horovodrun starts: output, exit code, and the signal that ends it
 elastic_slots:  slots as hosts of their own, for Horovod's elastic driver
 sync:           `--sync`: the project and the environment for all hosts, by rsync
 supervisor:     runs a plan and supervises it: placement, output, first failure, clean-up

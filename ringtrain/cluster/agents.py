@@ -68,7 +68,7 @@ class HostAgent:
     networks: str = ""
     """of its host, see host_agent.local_networks"""
     num_signaled: int = -1
-    """ranks that caught the signal sent last, or got it; -1: not known yet"""
+    """ranks that got a signal since they catch it; -1: not known, or none of its ranks is left"""
     has_opened: bool | None = None
     """whether its host's ranks that stand by may go; None: not asked, or no answer yet"""
     reached: str = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
 import re
 import signal
 import sys
@@ -18,6 +19,7 @@ TAGGED = re.compile(r"(?:\[(?:[^][<>]*,)?(\d{1,9})\](?:<std(?:err|out)>:? ?| )|(
 # Launchers' messages about the rank that exited first.
 KILLED = re.compile(r"process rank (\d{1,9}) with PID \d+ on node (\S+) exited on\s+signal (\d{1,9})")
 EXITED = re.compile(r"Process name: (?:\[.*,)?(\d{1,9})\]?\s+Exit code: +(-?\d{1,9})")
+IMPROPERLY = re.compile(r"process rank (\d{1,9}) with PID \d+ on\s+node (\S+) exiting improperly")
 EXITED_ELASTIC = re.compile(r"Process name: (\S+)\[\d+\]\s+Exit code: +(\d{1,9})")
 # Hydra names processes, not ranks; MPICH prints a signal as an exit code, and as a signal only further below.
 HYDRA = re.compile(
@@ -27,6 +29,8 @@ HYDRA = re.compile(
 )
 MISSING = re.compile(r"^ *ModuleNotFoundError: No module named '(\w+)", re.MULTILINE)
 LOST = re.compile(r"Remote daemon: .* on node (\S+)")
+DAEMON_LOST = "unable to reliably start one or more daemons"
+"""Open MPI's message when an ssh of its own ends, also after the start"""
 TAIL_LINES = 20
 HOST_LOST = "a lost host"
 MAX_SPEAKERS = 8
@@ -92,12 +96,13 @@ def decide(
     tails: Mapping[int, Sequence[str]],
     launcher: str,
     silent: Sequence[str] = (),
+    here: str = platform.node(),
 ) -> JobResult:
     """Exit code and cause of the rank that exited first: its exception, else its signal or exit code and last lines.
 
     A follow-up error such as "Horovod has been shut down" is the cause only if there is no other, with an explanation.
     `tails`: Last lines of each rank. `silent`: Hosts that did not answer at the end. Open MPI 5 exits with 0 then, and
-    also if a host that its daemon was lost on answers again.
+    also if a host that its daemon was lost on answers again. `here`: This host, as it calls itself.
     """
     code = returncode if returncode >= 0 else 128 - returncode
     lost = LOST.search(launcher_output)
@@ -106,12 +111,15 @@ def decide(
     failure = reports.first_failure()
     if failure and not failure.is_consequence:
         return JobResult(failure.exit_code, _in_its_words(failure), failure.kind, rank=failure.rank)
-    by_launcher = _named_by_launcher(launcher_output, code, reports, tails, failure)
+    by_launcher = _cut_off(reports) or _named_by_launcher(launcher_output, code, reports, tails, failure)
     if by_launcher:
         return by_launcher
     if silent:
         lost_hosts = ", ".join(silent)
         return JobResult(2, f"lost {lost_hosts} while the job ran: its host or network failed")
+    left = [rank for rank in reports.left if rank not in reports.failures]
+    if failure and left:
+        return _left(left[0], "", code, reports, tails)
     if failure:
         # The launcher's own code is that of the rank that exited first.
         return JobResult(
@@ -125,12 +133,23 @@ def decide(
         )
     if returncode < 0:
         return JobResult(code, f"{launcher} was killed by {signal_name(-returncode)}")
+    return _unnamed(code, reports, launcher_output, tails, launcher, here)
+
+
+def _unnamed(
+    code: int, reports: Reader, launcher_output: str, tails: Mapping[int, Sequence[str]], launcher: str, here: str
+) -> JobResult:
+    """Result of a job of which neither a rank nor its launcher names the rank that exited first."""
+    if DAEMON_LOST in launcher_output and reports.ranks:
+        hosts = " or ".join(sorted({rank.host for rank in reports.ranks} - {here})[:MAX_SPEAKERS])
+        number = 128 + code if code in signal.valid_signals() else code
+        return JobResult(_code(number), f"an ssh of {launcher} ended while the job ran: its connection was to {hosts}")
     # Open MPI 4 sometimes does not name the rank if it was on another host.
-    hosts = {rank.rank: rank.host for rank in reports.ranks}
+    host_of = {rank.rank: rank.host for rank in reports.ranks}
     last = []
     for rank, tail in tails.items():
-        if tail and rank in hosts:
-            last.append(f"  rank {rank} on {hosts[rank]}: {tail[-1]}")
+        if tail and rank in host_of:
+            last.append(f"  rank {rank} on {host_of[rank]}: {tail[-1]}")
     if last:
         lines = "\n".join(last[-MAX_SPEAKERS:])
         return JobResult(code, f"a rank exited with code {code}, {launcher} does not name it; last errors:\n{lines}")
@@ -202,12 +221,12 @@ def _named_by_launcher(
         if rank_code < 0:
             rank_code = 128 - rank_code
         where = f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"
-        why = f"{where} {_how(rank_code)}"
-        tail = "\n".join(f"  {line}" for line in tails.get(rank, ()))
-        if tail:
-            why = f"{why}; its last lines:\n{tail}".rstrip()
-            why += _about_another_python(tail)
+        tail = "\n".join(tails.get(rank, ()))
+        why = f"{where} {_how(rank_code)}{_last_lines(rank, tails)}{_about_another_python(tail)}"
         return JobResult(_code(rank_code), why, rank=rank)
+    improperly = IMPROPERLY.search(text)
+    if improperly:
+        return _left(int(improperly[1]), improperly[2], code, reports, tails)
     match = EXITED_ELASTIC.search(text)
     if match:
         output = f"; its output:\n{consequence.text}" if consequence else ""
@@ -224,6 +243,31 @@ def _about_another_python(text: str) -> str:
         f"\n{missing[1]} is installed for {sys.executable}: start the script with `python`, which stands for it here,"
         " or with its full path"
     )
+
+
+def _cut_off(reports: Reader) -> JobResult | None:
+    """Result of a job of which an ssh was killed; None if none was."""
+    for rank, number in reports.cut.items():
+        where = next((f" on {placement.host}" for placement in reports.ranks if placement.rank == rank), "")
+        text = f"the ssh from this host to rank {rank}{where} was killed by {signal_name(number)}, not the rank itself"
+        return JobResult(_code(128 + number), text, rank=rank)
+    return None
+
+
+def _left(rank: int, host: str, code: int, reports: Reader, tails: Mapping[int, Sequence[str]]) -> JobResult:
+    """Result of a job of which a rank has exited as if all were well, while the others waited for it."""
+    host = next((placement.host for placement in reports.ranks if placement.rank == rank), host)
+    text = (
+        f"rank {rank} on {host} exited first, by itself and without an error, while the others waited for it: all ranks"
+        f" need the same number of steps{_last_lines(rank, tails)}"
+    )
+    return JobResult(_code(code), text, rank=rank)
+
+
+def _last_lines(rank: int, tails: Mapping[int, Sequence[str]]) -> str:
+    """Last lines of a rank's output, to follow a sentence."""
+    tail = "\n".join(f"  {line}" for line in tails.get(rank, ()))
+    return f"; its last lines:\n{tail}".rstrip() if tail else ""
 
 
 def _code(number: int) -> int:

@@ -11,7 +11,6 @@ interfaces, ssh checks host keys, and ranks on other hosts read their environmen
 from __future__ import annotations
 
 import contextlib
-import functools
 import hmac
 import os
 import secrets
@@ -19,22 +18,26 @@ import shlex
 import socket
 import socketserver
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from ringtrain.cluster import elastic_slots, host_agent, processes
+from ringtrain.cluster import elastic_slots, host_agent, processes, rank_process
 from ringtrain.cluster.doctor.software import horovod_operations
 from ringtrain.errors import LaunchError
 from ringtrain.protocol import plain_pickle
 from ringtrain.protocol.env import SLOT
+from ringtrain.protocol.failures import report_cut, report_left
 from ringtrain.protocol.limited_server import LimitedServer
 
 CONNECT_TIMEOUT_S = 10
-SHELLS = ("sh", "bash", "dash")
-VALUES = "RINGTRAIN_RANK_ENVIRONMENT"
-"""variable of the local shell that writes a rank's environment to ssh"""
-TO_SSH = f'printf %s "${VALUES}" |'
+# On another host, with the environment on standard input. sshd waits for all processes that hold the rank's output:
+# those of its process group are killed where it fails. In the background, SIGINT would be ignored.
+REMOTE = (
+    'eval "$(cat)"; exec 3>&1;'
+    " said=$(setsid sh -c 'echo $$; exec >&3 3>&-; exec \"$@\"' rank %s; echo $?);"
+    ' set -- $said; [ "$2" = 0 ] || kill -s KILL -- "-$1" 2>/dev/null; exit "$2"'
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -50,11 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             values[option], words = words[1], words[2:]
     sys.argv[1:] = words
     from horovod.runner import launch
-    from horovod.runner.common.util import safe_shell_exec
 
-    if values["--grace"]:
-        safe_shell_exec._exec_middleman = functools.partial(run_rank, float(values["--grace"]))
-    install({name for name in values["--export"].split(",") if name})
+    install({name for name in values["--export"].split(",") if name}, float(values["--grace"] or 0))
     try:
         launch.run_commandline()
     except LaunchError as error:
@@ -66,39 +66,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(elastic_slots.readable(str(error)))
 
 
-def run_rank(grace_s: float, *arguments: Any) -> None:
-    """Runs a rank's command as Horovod does, in a process that is started for it, but ends it as end_rank does."""
-    from horovod.runner.common.util import safe_shell_exec
-
-    safe_shell_exec.terminate_executor_shell_and_children = functools.partial(end_rank, grace_s)
-    safe_shell_exec._exec_middleman(*arguments)
-
-
-def end_rank(grace_s: float, process_id: int) -> None:
-    """Sends SIGTERM to a rank, and kills it after grace_s; Horovod itself would stop a rank that saves.
-
-    A rank on another host is behind an ssh, which forwards no signal: its host agent ends it.
-    """
-    import psutil
-
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(process_id)
-        family = [process, *process.children(recursive=True)]
-        # The shell may have become the rank.
-        ranks = process.children() if process.name() in SHELLS else [process]
-        for rank in ranks:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if rank.name() != "ssh":
-                    rank.terminate()
-        psutil.wait_procs([process], timeout=grace_s)
-        for member in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
-
-
-def install(exported: set[str]) -> None:
+def install(exported: set[str], grace_s: float = 0.0) -> None:
+    """Replaces what Horovod's launcher does otherwise. grace_s 0: the job is elastic, or over MPI."""
     from horovod.runner import gloo_run, launch, mpi_run
-    from horovod.runner.common.util import codec, env, network
+    from horovod.runner.common.util import codec, env, network, safe_shell_exec
     from horovod.runner.driver import driver_service
     from horovod.runner.util import remote
 
@@ -140,23 +111,42 @@ def install(exported: set[str]) -> None:
         return of_slot
 
     def remote_command(command: str, **where: Any) -> str:
-        """Command line of ssh for a command in quotes, with the environment on its standard input."""
+        """Command line of ssh for a command in quotes."""
         (text,) = shlex.split(command)
-        inner = shlex.quote(shlex.join(["sh", "-c", f'eval "$(cat)"; {text}']))
-        return f"{TO_SSH} {remote.get_ssh_command(inner, **where)}"
+        folder, _, rank = text.partition(" ; ")
+        inner = shlex.join(["sh", "-c", f"{folder}; {REMOTE % rank}"])
+        ssh: str = remote.get_ssh_command(shlex.quote(inner), **where)
+        return ssh
 
-    def execute(command: str, **options: Any) -> int:
-        values = rank_values()
-        environ = {**os.environ, **values}
-        if command.startswith(TO_SSH):
-            environ[VALUES] = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
-        return int(shell.execute(command, env=environ, **options))
+    def execute_rank(command: str, **options: Any) -> int:
+        return run_rank(shlex.split(command), rank_values(), grace_s, **options)
 
-    shell = gloo_run.safe_shell_exec
+    safe_shell_exec.execute = execute
     gloo_run.get_run_command = run_command
     gloo_run._slot_info_to_command_fn = slot_command
     gloo_run.get_remote_command = remote_command
-    gloo_run.safe_shell_exec = SimpleNamespace(execute=execute)
+    gloo_run.safe_shell_exec = SimpleNamespace(execute=execute_rank)
+
+
+def run_rank(argv: Sequence[str], values: Mapping[str, str], grace_s: float, **options: Any) -> int:
+    """Runs a rank here, or its ssh. Reports that it has exited by itself, or that its ssh was killed."""
+    given, after_s = "", grace_s or rank_process.GRACE_S
+    is_remote = argv[0] == "ssh"
+    if is_remote:
+        given = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
+        after_s = grace_s
+    code = rank_process.run(argv, {**os.environ, **values}, given=given, grace_s=after_s, **options)
+    if grace_s and code == 0:
+        report_left(options["index"])
+    elif grace_s and is_remote and code < 0:
+        report_cut(options["index"], -code)
+    return code if code >= 0 else 128 - code
+
+
+def execute(command: str, env: Mapping[str, str] | None = None, **options: Any) -> int:
+    """In place of Horovod's `safe_shell_exec.execute`."""
+    code = rank_process.run(["sh", "-c", command], os.environ if env is None else env, **options)
+    return code if code >= 0 else 128 - code
 
 
 def common_interfaces(settings: Any, hosts: Sequence[str], remote_hosts: Any = None, cache: Any = None) -> set[str]:

@@ -56,8 +56,8 @@ WRAPPERS = " | ".join(
     + [f"*:{name}" for name in ("uv", "conda", "mamba", "micromamba")]
 )
 # Shell functions for signal $number. caught: whether a process catches it. catches: the processes that do. takers: the
-# outermost of these processes and their children that are no wrappers, or catch it. hand_on: signals the rank of $1; if
-# $2 is "catching", only processes that catch it, else it fails.
+# outermost of these processes and their children that are no wrappers, or catch it. hand_on: signals the processes of
+# the rank of $1 that catch it, or fails.
 SIGNALLING = f"""
 caught() {{
     bits=$(sed -n 's/^SigCgt:.*\\(........\\)$/\\1/p' "/proc/$1/status" 2>/dev/null)
@@ -78,10 +78,8 @@ takers() {{
     done
 }}
 hand_on() {{
-    below=$(takers "$1")
-    chosen=$(catches $below)
-    [ -n "$chosen" ] || [ "$2" != catching ] || return
-    kill -"$number" ${{chosen:-${{below:-$1}}}}
+    chosen=$(catches $(takers "$1"))
+    [ -n "$chosen" ] && kill -"$number" $chosen
 }}
 """
 
@@ -110,8 +108,16 @@ daemons() {{
     done | sort -u
 }}
 uptime() {{ read -r seconds _ </proc/uptime; echo "${{seconds%%.*}}"; }}  # the clock may be set
+# Files of Open MPI, which it leaves where it is killed.
+sessions() {{
+    for process in $(mine) $others; do
+        sed -n 's#^[^/]*\\(/.*/ompi\\.[^/]*/\\(pid\\|jf\\)\\.[0-9]*\\)/.*#\\1#p
+            s#^[^/]*\\(/dev/shm/vader_segment\\.[^/ ]*\\)$#\\1#p' "/proc/$process/maps" 2>/dev/null
+    done | sort -u
+}}
 sweep() {{
     others=$(daemons) began=$(uptime)
+    files=$(sessions)
     while :; do
         first= then=
         for process in $(mine) $others; do
@@ -129,6 +135,9 @@ sweep() {{
         kill -s KILL $first 2>/dev/null
         [ $waited -lt {3 * PATIENCE_S} ] || break
         sleep 0.05
+    done
+    echo "$files" | while IFS= read -r path; do
+        [ ! -O "$path" ] || rm -rf "$path"
     done
 }}
 boxes() {{
@@ -206,19 +215,20 @@ while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$or
     beat)
         look
         ask ;;
-    signal* | catching*)
+    signal*)
         set -- $order
-        kind=$1 number=$2 taken=0
+        number=$2 taken=
         shift 2
         for pair; do
             # The process that a rank has told of, and the first one: in a namespace of their own numbers mean others.
             for process in ${{pair%%:*}} ${{pair##*:}}; do
                 grep -qs "{JOB}=$job" "/proc/$process/environ" || continue
-                ! hand_on "$process" "$kind" || taken=$((taken + 1))
+                taken=$((taken + 0))
+                ! hand_on "$process" || taken=$((taken + 1))
                 break
             done
         done
-        echo "{SAYS}taken $taken" ;;
+        [ -z "$taken" ] || echo "{SAYS}taken $taken" ;;
     go*)
         set -- $order
         gate={FOLDER}/$2 before=$(killed_for_memory)

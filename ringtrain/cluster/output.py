@@ -20,7 +20,7 @@ REPORT = re.compile(rb"(?:\[[^][<>]*\d\](?:<stderr>:? ?| )|\d+: )?%b:.*" % MARK.
 DIVIDER = re.compile(rb"[-=]{20,}\s*")
 REDUNDANT = re.compile(
     rb"Primary job +terminated normally|detected that one or more processes exited|noticed that process"
-    rb"|BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES"
+    rb"|exiting improperly|BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES"
 )
 BLOCK_S = 1.0  # for the rest of such a block
 MAX_LAUNCHER_LINES = 200

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ringtrain.cluster.job import Plan
 from ringtrain.errors import LaunchError
@@ -79,15 +80,28 @@ def start_beside(
     """
     with open(log, "ab") if log else contextlib.nullcontext(subprocess.PIPE) as output:
         # In its own process group: the terminal's Ctrl-C, and a notebook's, reaches this process only.
-        return subprocess.Popen(
-            [sys.executable, "-ISc", BOUND, str(os.getpid()), *argv],
-            env=environ,
+        return _start_bound(
+            argv,
+            environ,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             process_group=0,
             pass_fds=held,
         )
+
+
+def start_rank(argv: Sequence[str], environ: Mapping[str, str], given: str) -> subprocess.Popen[bytes]:
+    """Starts a command in its own session, with pipes, that gets SIGTERM when this process exits for any reason."""
+    pipe = subprocess.PIPE
+    with open(os.memfd_create("ringtrain"), "w+b") as stdin:
+        stdin.write(given.encode())
+        stdin.seek(0)
+        return _start_bound(argv, environ, stdin=stdin, stdout=pipe, stderr=pipe, start_new_session=True)
+
+
+def _start_bound(argv: Sequence[str], environ: Mapping[str, str], **options: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-ISc", BOUND, str(os.getpid()), *argv], env=environ, **options)
 
 
 def submit(plan: Plan, folder: str) -> int:

@@ -68,7 +68,7 @@ class WaitingRanks(Supervisor):
     def give_up(self) -> None:
         """Ends a start that is under way; nothing more is printed."""
         self.output.is_silent = True
-        self._received.append(signal.SIGTERM)
+        self._receive(signal.SIGTERM, None)
 
 
 class Standby:

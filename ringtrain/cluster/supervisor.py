@@ -27,13 +27,13 @@ from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.output import Output
 from ringtrain.cluster.processes import find, say, written_files
 from ringtrain.errors import LaunchError, PlacementError
+from ringtrain.protocol.failures import Failure
 from ringtrain.protocol.placement import RankPlacement, difference
 from ringtrain.protocol.reader import Reader
 
 TICK_S = 0.1
 SETTLE_S = 0.5  # after a misplaced rank, so that the table has the others as well
 CLEAN_UP_S = 7.0
-CATCH_S = 5.0  # for hosts to report which ranks catch a signal
 LOST_S = 30.0
 COMPARE_S = 0.5  # between comparisons of placements
 CHECK_S = 1.0  # between looks at the processes of all agents
@@ -100,6 +100,12 @@ class Supervisor:
         """that did not confirm the clean-up"""
         self._host_of_rank = [host.name for host in job.hosts for _ in range(host.slots)]
         self._received: list[int] = []
+        self._received_s = 0.0
+        """arrival of the last signal; time.monotonic()"""
+        self._told: list[HostAgent] = []
+        """agents that hand the signal on"""
+        self._failed_s = 0.0
+        """time.monotonic() at the first report of a failure; 0: none"""
         self._selector = selectors.DefaultSelector()
         self.agents = HostAgents(job, self._selector, min(options.start_timeout, answer_timeout_s))
         self.plan: Plan | None = None
@@ -137,6 +143,7 @@ class Supervisor:
 
     def _receive(self, number: int, frame: object) -> None:
         self._received.append(number)
+        self._received_s = time.monotonic()
 
     @property
     def was_signaled(self) -> bool:
@@ -197,8 +204,11 @@ class Supervisor:
             self._take_notices()
             if self._received:
                 end_at_s = min(end_at_s, self._forward(self._received.pop(0)))
-            if now > end_at_s:
+            if now > end_at_s or self._nothing_catches():
                 raise Stopped(self.stopped_by)
+            failure = self._failure_to_end_for(now)
+            if failure:
+                return failure.exit_code
             if now > self._agents_checked_s + CHECK_S:
                 self._agents_checked_s = now
                 self._check_agents()
@@ -242,7 +252,7 @@ class Supervisor:
         say(f"{host} is taken away soon (--preempt-notice): the job ends as after SIGTERM")
         # It is no second signal: ranks that save because of a first one keep the grace.
         if not {self.stopped_by, *self._received} & {*ENDING}:
-            self._received.append(signal.SIGTERM)
+            self._receive(signal.SIGTERM, None)
             self._is_notice_due = True
 
     def _check_start(self, began_s: float) -> None:
@@ -298,17 +308,17 @@ class Supervisor:
         self.output.end_line()
         say(f"{signal.Signals(number).name}: ranks may save and exit; {then}")
         if not is_first:  # ranks know already, and another signal might end one that saves
-            return time.monotonic() + self.options.grace
+            return self._received_s + self.options.grace
         # Ranks treat a closed terminal like SIGTERM.
         forwarded = int(signal.SIGTERM if is_final else number)
         if self.over_ssh:
             self._signal(known, forwarded)
         elif self._process:
             self._process.send_signal(signal.SIGUSR1)  # srun forwards it; at other signals it ends the ranks itself
-        return time.monotonic() + self.options.grace if is_final else float("inf")
+        return self._received_s + self.options.grace if is_final else float("inf")
 
     def _signal(self, ranks: Sequence[RankPlacement], number: int) -> None:
-        """Sends a signal to the ranks that catch it, to all if none does.
+        """Sends a signal to the ranks that catch it.
 
         A rank that does not catch it would exit at once, upon which launchers end the ranks that save.
         """
@@ -316,19 +326,23 @@ class Supervisor:
         for rank in ranks:
             process = self.reports.processes.get((rank.host, rank.process), rank.process)
             by_host.setdefault(self._agent_host(rank), []).append(f"{process}:{rank.process}")
-        told = [agent for agent in self.agents.members if agent.host in by_host]
-        for agent in told:
-            agent.num_signaled = -1
-            agent.send(f"catching {number} {' '.join(by_host[agent.host])}")
-        deadline = time.monotonic() + CATCH_S
-        while time.monotonic() < deadline:
-            if not any(agent.num_signaled < 0 and not agent.has_exited for agent in told):
-                break
-            self._poll()
-        if not any(agent.num_signaled > 0 for agent in told):
-            for agent in told:
-                if agent.num_signaled == 0:
-                    agent.send(f"signal {number} {' '.join(by_host[agent.host])}")
+        self._told = [agent for agent in self.agents.members if agent.host in by_host]
+        for agent in self._told:
+            agent.send(f"signal {number} {' '.join(by_host[agent.host])}")
+
+    def _nothing_catches(self) -> bool:
+        """Whether a signal was sent, and all hosts have answered that none of their ranks catches it: none can save."""
+        answers = [agent.num_signaled for agent in self._told if not agent.has_exited]
+        return bool(answers) and not any(answers)
+
+    def _failure_to_end_for(self, now: float) -> Failure | None:
+        """Failure whose report is older than --grace: its rank, or another one, does not exit."""
+        failure = self.reports.first_failure()
+        if not failure:
+            self._failed_s = 0.0
+            return None
+        self._failed_s = self._failed_s or now
+        return failure if now > self._failed_s + self.options.grace else None
 
     def _agent_host(self, rank: RankPlacement) -> str:
         """Host of the agent that can reach a rank's process; "": this machine."""

@@ -27,7 +27,7 @@ from ringtrain.hvd.placement import CPU, check_local_placement
 from ringtrain.hvd.process import PROCESS, elastic, open_sockets
 from ringtrain.hvd.rendezvous import forget_addresses
 from ringtrain.protocol.env import mark_rank
-from ringtrain.protocol.failures import report_init, report_process, report_uncaught
+from ringtrain.protocol.failures import report_init, report_left, report_process, report_uncaught
 from ringtrain.protocol.launchers import launched_local_size, names
 
 FUSION_BYTES = 4 * 2**20
@@ -79,6 +79,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     mark_rank()
     if not PROCESS.has_started and horovod.size() > 1:
         atexit.register(report_trained_alone, rank, horovod.size())
+        atexit.register(report_left, rank)  # before Horovod's own, which ends the collectives of the others
     PROCESS.has_started = True
     report_init(rank)
     if not args and not kwargs.get("comm"):  # else the caller wants a subset of the launcher's ranks

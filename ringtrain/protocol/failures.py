@@ -94,11 +94,12 @@ def report_uncaught(rank: Callable[[], int], environ: Mapping[str, str] = os.env
     """Installs an excepthook that also reports uncaught exceptions to the launcher, if there is one."""
     if JOB not in environ or getattr(sys.excepthook, "is_ringtrains", False):
         return
-    before = sys.excepthook
+    before, process = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
-        if not issubclass(kind, KeyboardInterrupt):
+        # A process that the rank has forked is not the rank, which lives.
+        if not issubclass(kind, KeyboardInterrupt) and os.getpid() == process:
             report_failure(error.with_traceback(trace), rank(), exit_code_of(error), with_traceback=True)
 
     hook.is_ringtrains = True  # type: ignore[attr-defined]
@@ -141,6 +142,18 @@ def report_no_init(environ: Mapping[str, str] = os.environ) -> None:
     """Reports that this process exits, and could have called hvd.init(), but never has."""
     if environ.get(JOB):
         _write([f"{MARK}:{environ[JOB]}:no-init:{os.getpid()}"], times=1)
+
+
+def report_left(rank: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Reports that a rank exits by itself, while others may still wait for it."""
+    if environ.get(JOB):
+        _write([f"{MARK}:{environ[JOB]}:left:{rank}"], times=1)
+
+
+def report_cut(rank: int, number: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Reports that a signal has killed the ssh of a rank, which may live on."""
+    if environ.get(JOB):
+        _write([f"{MARK}:{environ[JOB]}:cut:{rank}:{number}:"])
 
 
 def report_weights(rank: int, checksum: str, environ: Mapping[str, str] = os.environ) -> bool:

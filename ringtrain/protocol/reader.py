@@ -72,6 +72,8 @@ class Reader:
         self.variables: dict[str, str] = {}  # that the script has set, and TensorFlow reads when it is loaded
         self._differing: set[str] = set()
         self.weights: dict[int, str] = {}  # checksum, of ranks that have trained by themselves
+        self.left: list[int] = []  # ranks that have exited by themselves, in order
+        self.cut: dict[int, int] = {}  # ranks whose ssh was killed, with the signal
         self.status: dict[int, tuple[int, str]] = {}  # step and phase of ranks that have exited
         self.processes: dict[tuple[str, int], int] = {}  # that trains, by host and first process, if they differ
         self._pieces: dict[int, dict[str, str]] = {}
@@ -94,6 +96,7 @@ class Reader:
                 self.processes[host, _count(first)] = _count(process)
             elif kind == "recovery":
                 self.failures.clear()
+                self.left.clear()
                 self._pieces.clear()
             elif kind == "run" and rest.endswith(":"):
                 self.run_name = base64.b64decode(rest[:-1], validate=True).decode()
@@ -103,6 +106,11 @@ class Reader:
             elif kind in ("init", "no-init") and rest.isdecimal():
                 self.initialized |= kind == "init"
                 self.not_initialized |= kind == "no-init"
+            elif kind == "left" and rest.isdecimal():
+                self.left.append(int(rest))
+            elif kind == "cut" and rest.endswith(":"):
+                rank, number = rest[:-1].split(":")
+                self.cut[_count(rank)] = _count(number)
             elif kind == "weights" and CHECKSUM.fullmatch(rest):
                 rank, checksum, _ = rest.split(":")
                 self.weights[int(rank)] = checksum

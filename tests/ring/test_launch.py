@@ -44,6 +44,14 @@ while True:
 WRAPPER = '"$@"; code=$?; exit $code'  # a script in front of the program, which does not become it
 WAITING = "echo begun; while :; do sleep 0.2; done"
 DEAF = "trap '' INT TERM HUP USR1; echo begun; while :; do sleep 600; done"
+STUBBORN = """
+import signal, sys, time
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: None)
+print("loading", end="", file=sys.stderr, flush=True)
+print("begun", flush=True)
+time.sleep(600)
+"""
 
 
 class Launch:
@@ -205,6 +213,33 @@ def test_a_rank_that_leaves_is_named_last_with_its_code_and_words(launch, launch
     assert started.left() == {}
 
 
+WITH_CHILD = """
+import os, signal, subprocess, sys, time
+rank, size = [os.environ.get(f"OMPI_COMM_WORLD_{name}") or os.environ[f"HOROVOD_{name}"] for name in ("RANK", "SIZE")]
+if int(rank) < int(size) - 1:
+    time.sleep(600 if sys.argv[1] else 0)
+    sys.exit()
+subprocess.Popen(["sleep", "600" if sys.argv[1] else "1"])  # holds this rank's output
+eval(sys.argv[1] or "sys.exit()")
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun-gloo", "elastic"])
+@pytest.mark.parametrize(
+    ("how", "exit_code"), [("os.kill(os.getpid(), signal.SIGKILL)", 137), ("sys.exit(7)", 7), ("", 0)]
+)
+def test_a_child_that_holds_its_output_does_not_hide_the_end_of_a_rank(launch, launcher, how, exit_code) -> None:
+    """A child of a rank that has ended well is waited for, by mpirun as well."""
+    words = ringtrain(*python(WITH_CHILD, how), launcher=launcher)
+    if launcher == "elastic":  # of two ranks one would be waited for
+        start = [sys.executable, "-m", "ringtrain", "launch", "--elastic", "-H", "localhost:1"]
+        words = [*start, "--", *python(WITH_CHILD, how)]
+    started = launch(*words)
+    code, stderr = started.end()
+    assert code == exit_code, stderr
+    assert started.left() == {}
+
+
 @pytest.mark.quick
 def test_a_killed_rank_is_named_with_its_signal(launch) -> None:
     started = launch(*ringtrain(*shell(f"[ {RANK} = 1 ] || exec sleep 600; kill -9 $$")))
@@ -244,6 +279,49 @@ def test_the_first_failure_is_the_last_word(launch, launcher: str, error: str, e
     assert last_word[1] == "Traceback (most recent call last):"
     assert last_word[-1].endswith(f"{error}: batch 3 is bad")
     assert "ringtrain-report" not in stderr
+
+
+OUTLIVED = """
+import os, threading, time
+from ringtrain.protocol.failures import report_uncaught
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["HOROVOD_RANK"])
+report_uncaught(lambda: rank)
+threading.Thread(target=time.sleep, args=(600,)).start()
+if rank == 1:
+    raise ValueError("batch 3 is bad")
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun-gloo"])
+def test_a_rank_that_fails_and_does_not_end_ends_the_job(launch, launcher: str) -> None:
+    """A thread of its script lives, for which Python waits."""
+    started = launch(*ringtrain("--grace", "1", "--", *python(OUTLIVED), launcher=launcher))
+    code, stderr = started.end()
+    assert (code, stderr.splitlines()[-1]) == (1, "ValueError: batch 3 is bad")
+    assert started.left() == {}
+
+
+LEAVING = """
+import os, sys
+import ringtrain.hvd as hvd
+hvd.init()
+for step in range(10_000):
+    if hvd.rank() == 1 and step == 3:
+        print("enough", file=sys.stderr, flush=True)
+        eval(sys.argv[1])
+    hvd.allreduce([1.0], name="step")
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "how"), [("mpirun", "sys.exit()"), ("mpirun", "os._exit(0)"), ("horovodrun-gloo", "os._exit(0)")]
+)
+def test_a_rank_that_leaves_training_with_code_0_is_named(launch, launcher: str, how: str) -> None:
+    code, stderr = launch(*ringtrain(*trainer("-c", LEAVING, how), launcher=launcher)).end()
+    assert code == 1
+    last_word = stderr.rpartition("\nringtrain: ")[2]
+    assert re.match(r"rank 1 on \S+ exited first, by itself and without an error, while the others", last_word), stderr
+    assert "enough" in last_word
 
 
 def test_without_our_launcher_the_last_word_is_another(launch) -> None:
@@ -444,8 +522,18 @@ def test_over_gloo_a_rank_may_save_after_another_has_ended(launch, tmp_path: Pat
     assert started.left() == {}
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ranks_that_do_not_catch_a_signal_are_ended_at_once(launch, number: int) -> None:
+    """None of them could save."""
+    started = launch(*ringtrain("--grace", "600", "--", *shell("echo begun; exec sleep 600")))
+    started.wait_for_ranks()
+    started.process.send_signal(number)
+    assert started.end()[0] == 128 + number
+    assert started.left() == {}
+
+
 def test_the_second_signal_ends_at_once(launch) -> None:
-    started = launch(*ringtrain(*shell(DEAF)))
+    started = launch(*ringtrain(*python(STUBBORN)))
     started.wait_for_ranks()
     started.process.send_signal(signal.SIGINT)
     assert started.process.stderr is not None
@@ -458,8 +546,8 @@ def test_the_second_signal_ends_at_once(launch) -> None:
 
 @pytest.mark.quick
 def test_after_sigterm_ranks_that_do_not_end_are_ended(launch) -> None:
-    """Not before --grace, which the launcher counts from shortly after the signal."""
-    started = launch(*ringtrain("--grace", "2", "--", *shell(f"printf loading >&2; {DEAF}")))
+    """Not before --grace."""
+    started = launch(*ringtrain("--grace", "2", "--", *python(STUBBORN)))
     started.wait_for_ranks()
     shown = b""
     while shown.count(b"loading") < 2:  # not only when the line ends, or the rank
@@ -479,7 +567,7 @@ def test_a_closed_terminal_ends_the_job(launch) -> None:
     # The command becomes the session's leader, to whom the kernel tells that the terminal has gone.
     setsid = shutil.which("setsid")
     assert setsid
-    started = launch(setsid, "--ctty", *words, stdin=inside, stdout=inside, stderr=inside)
+    started = launch(setsid, "--wait", "--ctty", *words, stdin=inside, stdout=inside, stderr=inside)
     os.close(inside)
     seen = b""
     while seen.count(b"begun") < 2:
@@ -501,11 +589,17 @@ def test_nohup_lets_a_job_outlive_its_terminal(launch, tmp_path: Path) -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "horovodrun-gloo"])
-def test_a_killed_launcher_leaves_nothing(launch, launcher: str) -> None:
-    started = launch(*ringtrain(*shell(DEAF), launcher=launcher))
+def test_a_killed_launcher_leaves_nothing(launch, launcher: str, tmp_path: Path) -> None:
+    """No process, no files of Open MPI, no semaphores of multiprocessing."""
+    started = launch(*ringtrain(*shell(DEAF), launcher=launcher), env={"TMPDIR": str(tmp_path)})
     started.wait_for_ranks()
+    for process in started.alive():
+        with contextlib.suppress(OSError):
+            assert "/sem.mp-" not in Path(f"/proc/{process}/maps").read_text()
+    assert bool([*tmp_path.glob("ompi.*/*")]) == (launcher != "horovodrun-gloo")
     started.process.kill()
     assert started.left() == {}
+    _wait_until(lambda: not [*tmp_path.glob("ompi.*/*")])
 
 
 def test_output_that_nobody_reads_does_not_end_the_job(launch) -> None:

@@ -443,16 +443,18 @@ class Agent:
         self.machine.later(draw.uniform(0.01, 0.3), lambda: act() if self.is_alive else None)
 
     def _signal(self, order: str) -> None:
-        kind, number, *pairs = order.split()
+        _, number, *pairs = order.split()
 
         def act() -> None:
-            taken = 0
+            meant = []
             for rank in list(self.machine.ranks):
-                is_meant = any(pair.endswith(f":{rank.pid}") for pair in pairs) and rank.job.id == self.job.id
-                if is_meant and (kind == "signal" or rank.catches(int(number))):
-                    taken += 1
-                    rank.signal(int(number), by_launcher=True)
-            self._say(f"taken {taken}")
+                if any(pair.endswith(f":{rank.pid}") for pair in pairs) and rank.job.id == self.job.id:
+                    meant.append(rank)
+            catching = [rank for rank in meant if rank.catches(int(number))]
+            for rank in catching:
+                rank.signal(int(number), by_launcher=True)
+            if meant:
+                self._say(f"taken {len(catching)}")
             self.is_busy = False
             self._next()
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import io
 import re
+import shlex
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,16 +190,15 @@ class Horovodrun(Process):
 
     # ---- what its modules get ----------------------------------------------------------------------------------------
 
-    def execute(self, command: str, env: Any = None, index: int = 0, events: Any = (), **_: Any) -> int:
-        """`safe_shell_exec.execute` of a rank's command."""
-        world = self.world
-        environ = dict(env or {})
-        text = f"{environ.pop(horovod_driver.VALUES, '')}\n{command}"
+    def run(self, argv: Sequence[str], environ: Mapping[str, str], given: str = "", **options: Any) -> int:
+        """`rank_process.run` of a rank's command."""
+        world, index, events = self.world, options["index"], options["events"]
+        text = f"{given}\n{shlex.join(argv)}"
         variables = {name: value for name, value in environ.items() if name.startswith("HOROVOD_")}
         for name, value in VARIABLE.findall(text):
             variables[name] = value.strip("\"'")
         machine = self.cluster.machines[variables["HOROVOD_HOSTNAME"]]
-        is_remote = command.startswith(horovod_driver.TO_SSH)
+        is_remote = argv[0] == "ssh"
         shell = Shell(self, machine, is_remote)
         self.shells.append(shell)
         self.cluster.on_shell(machine)  # type: ignore[attr-defined]

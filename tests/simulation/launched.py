@@ -32,7 +32,7 @@ from ringtrain.cluster.host_agent import BEAT_S, LEASE_S
 from ringtrain.cluster.hosts import Host as Slots
 from ringtrain.cluster.job import Job, Plan, words
 from ringtrain.cluster.launch_options import LaunchOptions
-from ringtrain.cluster.supervisor import CATCH_S, CLEAN_UP_S, ENDING, LOST_S
+from ringtrain.cluster.supervisor import CLEAN_UP_S, ENDING, LOST_S
 from ringtrain.errors import RingtrainError
 from ringtrain.protocol import reader
 
@@ -181,9 +181,9 @@ class Run:
         if not is_final and not before:
             return  # ranks may take their time
         is_second = number in before or (before and number == signal.SIGINT)
-        limit_s = CATCH_S + CLEAN_UP_S + SLACK_S
+        limit_s = CLEAN_UP_S + SLACK_S
         if not is_second:
-            limit_s += self.options.grace + CATCH_S
+            limit_s += self.options.grace
         now_s = self.world.now_s
 
         def check() -> None:
@@ -268,8 +268,8 @@ class Run:
         (received_s, number), grace_s = self.received[0], self.options.grace
         if now_s > self.returned_s or not rank.is_started:
             return
-        if number in ENDING and rank.told_s < float("inf") and now_s < rank.told_s + grace_s - 0.01:
-            self.violated(f"rank {rank.number} is killed {now_s - rank.told_s:.1f} s after it was told of the signal")
+        if number in ENDING and rank.told_s < float("inf") and now_s < received_s + grace_s - 0.01:
+            self.violated(f"rank {rank.number} is killed {now_s - received_s:.1f} s after the signal")
         if self.is_noticed:
             return
         if rank.told_s == float("inf") and rank.began_s + self.cluster.slowest_s + 6.0 < received_s:
@@ -431,7 +431,7 @@ class Run:
 
         if machine.is_reachable:
             return
-        self.world.at(since_s + KEEP_ALIVE_S + 3.0 + CATCH_S + SLACK_S, check)
+        self.world.at(since_s + KEEP_ALIVE_S + 3.0 + SLACK_S, check)
 
     def on_ended(self, supervised: Any, began_s: float) -> None:
         """A clean-up takes no longer than it may."""

@@ -17,7 +17,7 @@ def nothing(*_: Any) -> None: ...
 
 
 Supervisor, HostAgents = supervisor.Supervisor, agents.HostAgents
-GRACE = "time.monotonic() + self.options.grace if is_final else"
+GRACE = "self._received_s + self.options.grace if is_final else"
 WAITS = "max(delay_s, LEASE_S) if first_host in self.results[-1].not_cleaned_up else delay_s"
 ENDS_MPIRUN = 'is_starting and self.options.launcher == "mpirun"'
 DEFECTS = {

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from horovod.runner import gloo_run, mpi_run
 from horovod.runner import launch as horovod_launch
-from horovod.runner.common.util import codec, env, network, timeout
+from horovod.runner.common.util import codec, env, network, safe_shell_exec, timeout
 from horovod.runner.driver import driver_service
 from horovod.runner.elastic import discovery, driver, registration, rendezvous
 from horovod.runner.http import http_server
@@ -28,7 +28,7 @@ from simulation.world import World, in_place
 
 from ringtrain import elastic, hvd, train
 from ringtrain.cluster import elastic as of_launcher
-from ringtrain.cluster import horovod_driver, host_agent, supervisor
+from ringtrain.cluster import horovod_driver, host_agent, rank_process, supervisor
 from ringtrain.errors import RingtrainError
 from ringtrain.run import loop, model_state, resume, stopping
 from ringtrain.strategies import elastic as strategy
@@ -250,7 +250,7 @@ def _of_horovodrun(world: World, cluster: Any) -> Iterator[tuple[Any, str, Any]]
     yield driver, "WorkerNotificationClient", lambda *arguments: NotificationClient(cluster, *arguments)
     yield discovery, "random", SimpleNamespace(uniform=lambda low, high: low + cluster.cooldown_share * (high - low))
     yield discovery, "safe_shell_exec", SimpleNamespace(execute=lambda *a, **k: current().list_hosts(*a, **k))
-    yield gloo_run, "safe_shell_exec", SimpleNamespace(execute=lambda *a, **k: current().execute(*a, **k))
+    yield rank_process, "run", lambda *a, **k: current().run(*a, **k)
     yield gloo_run, "signal", SimpleNamespace(signal=signals, SIGINT=2, SIGTERM=15)
     yield gloo_run, "print", lambda text: current().print(text)
     local = SimpleNamespace(
@@ -348,6 +348,7 @@ def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
 CHANGED_BY_INSTALL = (
     (gloo_run, "ElasticDriver _exec_command_fn RendezvousServer get_run_command _slot_info_to_command_fn"),
     (gloo_run, "get_remote_command safe_shell_exec"),
+    (safe_shell_exec, "execute"),
     (discovery.HostDiscoveryScript, "find_available_hosts_and_slots"),
     (discovery.HostManager, "order_available_hosts"),
     (discovery.DiscoveredHosts, "available_hosts"),

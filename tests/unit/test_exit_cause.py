@@ -172,6 +172,54 @@ def test_it_is_the_last_line_of_the_job_and_its_exit_code_by_option(is_required,
     assert watch.conclude(0).exit_code == exit_code and "trained a model of their own each" in capfd.readouterr().err
 
 
+OPEN_MPI_IMPROPERLY = (
+    "mpirun has exited due to process rank 1 with PID 0 on\nnode host2 exiting improperly. There are three"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "of_rank_0", "left"),
+    [
+        ("", SHUT_DOWN, [1]),
+        ("", SHUT_DOWN, [0, 1]),  # rank 0 has reported why
+        (OPEN_MPI_IMPROPERLY, SHUT_DOWN, []),
+        (OPEN_MPI_IMPROPERLY, "", []),
+        (HOROVODRUN_GLOO.replace("name: 1", "name: 0"), SHUT_DOWN, [1]),
+    ],
+)
+def test_a_rank_that_left_as_if_all_were_well_is_named(said: str, of_rank_0: str, left: list[int]) -> None:
+    reports = reader(*[(0, 1.0, of_rank_0, 1)] if of_rank_0 else [])
+    for rank in left:
+        reports.take(f"ringtrain-report:j:left:{rank}")
+    decided = decide(1, reports, said, {1: ["words"]}, "mpirun")
+    first, last = decided.text.splitlines()
+    assert first.startswith("rank 1 on host2 exited first, by itself and without an error, while the others waited")
+    assert (decided.exit_code, decided.rank, last) == (1, 1, "  words")
+    reports.take("ringtrain-report:j:recovery:")
+    assert not reports.left and decide(0, reports, "", {}, "mpirun") == JobResult(0)
+
+
+def test_an_error_of_a_ranks_own_comes_before_one_that_left() -> None:
+    reports = reader((0, 1.0, "ValueError: batch 3", 3))
+    reports.take("ringtrain-report:j:left:1")
+    assert decide(1, reports, "", {}, "mpirun").text == "rank 0 on host1 failed first: ValueError: batch 3"
+
+
+def test_of_a_killed_ssh_the_host_is_named_and_its_rank_is_not_blamed() -> None:
+    over_gloo = reader((0, 1.0, SHUT_DOWN, 1))
+    over_gloo.take("ringtrain-report:j:cut:1:9:")
+    decided = decide(1, over_gloo, HOROVODRUN_GLOO.replace("code: 5", "code: 137"), {}, "horovodrun-gloo")
+    why = "the ssh from this host to rank 1 on host2 was killed by SIGKILL (signal 9), not the rank itself"
+    assert (decided.exit_code, decided.text) == (137, why)
+    said = "ORTE was unable to reliably start one or more daemons.\nThis usually is caused by:"
+    decided = decide(9, reader(), said, {}, "mpirun", here="host1")
+    assert (decided.exit_code, decided.text) == (
+        137,
+        "an ssh of mpirun ended while the job ran: its connection was to host2",
+    )
+    assert decide(213, Reader("j"), said, {}, "mpirun").text == "mpirun exited with code 213", "no rank has started"
+
+
 def test_shut_down_is_never_the_last_word() -> None:
     decided = decide(1, reader((0, 1.0, SHUT_DOWN, 1)), "", {}, "mpirun")
     assert "Horovod has been shut down" not in decided.text.splitlines()[-1]

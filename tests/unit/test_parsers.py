@@ -265,6 +265,8 @@ REPORTS = [
     f"{MARK}:j:seat:7:2:-3:123:a",
     f"{MARK}:j:process:123:124:a",
     f"{MARK}:j:init:0",
+    f"{MARK}:j:left:0",
+    f"{MARK}:j:cut:1:9:",
     f"{MARK}:j:box:-1:20:save",
 ]
 AGENT = [

@@ -294,3 +294,20 @@ def test_programs_of_this_environment_are_found_unless_another_one_is_activated(
     assert is_activated({"PATH": f"{other}/bin:/usr/bin", "CONDA_PREFIX": other})
     assert not is_activated({"PATH": "/usr/bin", "VIRTUAL_ENV": other})
     assert not is_activated({"PATH": "/usr/bin"})
+
+
+def test_an_uncaught_exception_is_reported_by_the_rank_and_by_no_process_that_it_forks(monkeypatch, capfd) -> None:
+    monkeypatch.setenv("RINGTRAIN_JOB", "j")
+    monkeypatch.setattr(failures, "_failures", [])
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    failures.report_uncaught(lambda: 3)
+    error = ValueError("batch 3")
+    sys.excepthook(ValueError, error, None)
+    reader = Reader("j")
+    for line in capfd.readouterr().err.splitlines():
+        reader.take(line)
+    assert reader.failures[3].kind == "ValueError"
+    of_child = os.getpid() + 1
+    monkeypatch.setattr(failures.os, "getpid", lambda: of_child)
+    sys.excepthook(ValueError, error, None)
+    assert capfd.readouterr().err == ""

@@ -69,18 +69,28 @@ def test_a_script_that_is_called_by_its_name_is_no_program(agent, tmp_path: Path
         assert started.wait(TIMEOUT_S) == 8, "the program's 7, by the script that waited for it"
 
 
-def test_the_program_gets_it_also_where_something_it_has_started_catches_it(agent) -> None:
-    starts = "import subprocess, sys; subprocess.call(sys.argv[1:])"
-    with rank(sys.executable, "-c", starts, "bash", "-c", CATCHING) as started:
-        tell(agent, signal.SIGTERM, started.pid)
-        assert started.wait(TIMEOUT_S) == -signal.SIGTERM
+CHILD_CATCHES = [sys.executable, "-c", "import subprocess, sys; subprocess.call(sys.argv[1:])", "bash", "-c", CATCHING]
+SHELL_IGNORES = ["bash", "-c", 'trap "" TERM; (trap - TERM; exec sh -c "echo begun; exec sleep 600"); exit 9']
 
 
-def test_a_program_that_does_not_catch_it_ends_behind_a_shell(agent) -> None:
-    shell = 'trap "" TERM INT; (trap - TERM INT; exec sh -c "echo begun; exec sleep 600"); exit 9'
-    with rank("bash", "-c", shell) as started:
-        tell(agent, signal.SIGTERM, started.pid)
-        assert started.wait(TIMEOUT_S) == 9
+@pytest.mark.parametrize("words", [CHILD_CATCHES, SHELL_IGNORES])
+def test_a_program_that_does_not_catch_it_goes_on(agent, words: list[str]) -> None:
+    """It would end at once, upon which launchers end the ranks that save."""
+    with rank(*words) as started:
+        tell(agent, signal.SIGTERM, f"{started.pid}:{started.pid}")
+        assert agent.stdout.readline() == f"{host_agent.SAYS}taken 0\n"
+        assert started.poll() is None
+        started.kill()
+
+
+def test_of_a_rank_that_is_gone_nothing_is_said(agent) -> None:
+    with rank("echo", "begun") as gone:
+        gone.wait(TIMEOUT_S)
+    with rank(sys.executable, "-c", PYTHON) as started:
+        tell(agent, signal.SIGTERM, f"{gone.pid}:{gone.pid}")
+        tell(agent, signal.SIGTERM, f"{started.pid}:{started.pid}")
+        assert agent.stdout.readline() == f"{host_agent.SAYS}taken 1\n"
+        assert started.wait(TIMEOUT_S) == 7
 
 
 def test_a_number_that_means_a_process_outside_the_job_is_not_believed(agent) -> None:

@@ -16,6 +16,8 @@ from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.supervisor import CLEAN_UP_S, LOST_S, TICK_S, Stopped, Supervisor
+from ringtrain.protocol.env import MARK
+from ringtrain.protocol.failures import Failure
 from ringtrain.protocol.placement import RankPlacement
 
 JOB = Job(("true",), 2, (Host("host1", 2),), here=frozenset(), id="time-limits")
@@ -81,18 +83,29 @@ def supervised(clock: Waiting) -> Iterator[Callable[..., Supervisor]]:
 @pytest.mark.parametrize("grace_s", [0.5, 8.0, 600.0])
 def test_ranks_are_killed_when_the_grace_is_over_and_not_before(supervised, clock, grace_s, number) -> None:
     watch = supervised(grace=grace_s)
-    watch._received.append(number)
+    watch._receive(number, None)
     with pytest.raises(Stopped):
         watch.supervise(LAUNCHER)
     assert grace_s < clock.now_s - 1000 <= grace_s + EXACTLY_S
     assert watch.conclude(-number).exit_code == 128 + number
 
 
+def test_a_failure_whose_rank_does_not_end_ends_the_job_after_the_grace(supervised, clock) -> None:
+    watch = supervised(grace=8.0)
+    for line in Failure(1, "host1", 1.0, "ValueError", "ValueError: batch 3", 3).lines(JOB.id):
+        watch.reports.take(line)
+    assert watch.supervise(LAUNCHER) == 3
+    assert 8 < clock.now_s - 1000 <= 8 + EXACTLY_S
+    watch.reports.take(f"{MARK}:{JOB.id}:recovery:")
+    assert watch._failure_to_end_for(clock.now_s) is None
+
+
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGUSR1])
 def test_the_grace_begins_with_a_signal_that_is_not_sent_again(supervised, clock, first) -> None:
     """A notebook server interrupts a kernel right before it kills it."""
     watch = supervised(grace=8.0)
-    watch._received += [first, signal.SIGTERM]
+    watch._receive(first, None)
+    watch._receive(signal.SIGTERM, None)
     with pytest.raises(Stopped):
         watch.supervise(LAUNCHER)
     assert 8 < clock.now_s - 1000 <= 8 + EXACTLY_S
@@ -101,7 +114,8 @@ def test_the_grace_begins_with_a_signal_that_is_not_sent_again(supervised, clock
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_does_not_postpone_it_and_ends_them_at_once(supervised, clock, first) -> None:
     watch = supervised(grace=600.0)
-    watch._received += [first, first]
+    watch._receive(first, None)
+    watch._receive(first, None)
     with pytest.raises(Stopped):
         watch.supervise(LAUNCHER)
     assert clock.now_s - 1000 <= EXACTLY_S
@@ -110,7 +124,7 @@ def test_a_second_signal_does_not_postpone_it_and_ends_them_at_once(supervised, 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_after_a_signal_that_may_be_sent_again_ranks_have_no_limit(supervised, clock, number) -> None:
     watch = supervised(grace=0.5)
-    watch._received.append(number)
+    watch._receive(number, None)
     assert watch.supervise(LAUNCHER) == -signal.SIGKILL, "ended by itself"
     assert clock.now_s - 1000 > ENOUGH_S
 
