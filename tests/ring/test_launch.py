@@ -239,11 +239,34 @@ def test_the_first_failure_is_the_last_word(launch, launcher: str, error: str, e
     assert stderr.count("ringtrain: restart 1 of 1") == (error == "ValueError"), stderr
     *_, failure, reason = stderr.split("\nringtrain: ")
     assert reason.startswith("not restarted: ")
+    # The frame of the script and the error; before it, the traceback once, with its frames only and no follow-up error.
     last_word = failure.splitlines()
     assert re.fullmatch(r"rank 1 on \S+ failed first:", last_word[0])
-    assert last_word[1] == "Traceback (most recent call last):"
-    assert last_word[-1].endswith(f"{error}: batch 3 is bad")
-    assert "ringtrain-report" not in stderr
+    assert last_word[1].startswith('  File "<string>", line 7, in <module>')
+    assert last_word[-1] == f"{error}: batch 3 is bad"
+    num_attempts = stderr.count("ringtrain: restart 1 of 1") + 1
+    assert stderr.count("Traceback (most recent call last):") == num_attempts
+    assert "detected that one or more processes exited" not in stderr and "ringtrain-report" not in stderr
+
+
+BEFORE_FIT = """
+import os, sys
+from ringtrain import hvd
+assert (hvd.rank(), hvd.size(), hvd.is_initialized()) == (int(os.environ["OMPI_COMM_WORLD_RANK"]), 2, False)
+folder = sys.argv[1]
+assert hvd.on_rank_0(lambda: os.mkdir(folder) or "made") == "made"
+assert os.path.isdir(folder)
+hvd.barrier()
+os.mkdir(folder)
+"""
+
+
+def test_before_fit_rank_0_acts_alone_and_a_file_of_another_rank_is_explained(launch, tmp_path: Path) -> None:
+    code, stderr = launch(*ringtrain(*trainer("-c", BEFORE_FIT, tmp_path / "made"))).end()
+    assert code == 1
+    *_, frame, error, advice = stderr.splitlines()
+    assert "line 10" in frame and error.startswith("FileExistsError: "), stderr
+    assert advice.startswith("every rank runs the whole script")
 
 
 def test_without_our_launcher_the_last_word_is_another(launch) -> None:
@@ -487,6 +510,25 @@ def test_a_closed_terminal_ends_the_job(launch) -> None:
     os.close(terminal)
     started.process.wait(TIMEOUT_S)
     assert started.left() == {}
+
+
+def test_a_closed_terminal_lets_the_trainer_save(launch, tmp_path: Path) -> None:
+    """Rank 0 draws on that terminal itself."""
+    terminal, inside = pty.openpty()
+    options = ["--data.name", "digits", "--train.epochs", "2000", "--run.directory", tmp_path, "--run.name", "run"]
+    words = ringtrain(*trainer("-m", "ringtrain.train", *options))
+    started = launch("setsid", "--ctty", "--wait", *words, stdin=inside, stdout=inside, stderr=inside)
+    os.close(inside)
+    seen = b""
+    while not re.search(rb"epoch +3/2000", seen):
+        seen += os.read(terminal, 4096)
+    os.close(terminal)
+    started.process.wait(TIMEOUT_S)
+    assert started.left() == {}
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["stopped_by"] == "SIGTERM" and summary["global_step"] > 0
+    assert (tmp_path / "run" / "checkpoints" / f"step-{summary['global_step']:08}").is_dir()
+    assert {event["event"] for event in journal.read(tmp_path / "run")} & {"failure", "end"} == {"end"}
 
 
 def test_nohup_lets_a_job_outlive_its_terminal(launch, tmp_path: Path) -> None:
