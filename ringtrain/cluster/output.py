@@ -99,7 +99,7 @@ class Output:
         failure = self.reports.failures.get(rank)
         if failure is None or not self.defers_failures:
             return False
-        if self._first_rank < 0 and failure.last and not failure.is_consequence:
+        if self._first_rank < 0 and failure.has_traceback and not failure.is_consequence:
             self._first_rank = rank
         return rank != self._first_rank
 
@@ -117,7 +117,7 @@ class Output:
             failure = self.reports.failures[rank]
             if failure.is_consequence:
                 followed.append(rank)
-            elif failure.last and failure.where in shown:
+            elif failure.has_traceback and failure.where in shown:
                 alike.append(rank)
             else:
                 shown.append(failure.where)
@@ -129,7 +129,7 @@ class Output:
             say(f"follow-up errors, not shown, on {_named(followed)}")
 
     def _show_failure(self, failure: Failure, lines: Sequence[bytes], told: str) -> None:
-        is_told = failure.text in told
+        is_told = (failure.last or failure.text) in told
         for raw in lines:
             _, words = exit_cause.rank_of(raw.decode(errors="replace").removesuffix("\n")) or (0, "")
             if not (is_told and words.strip() in failure.lines_for_a_person()):

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from ringtrain.errors import exit_code_of
+from ringtrain.errors import RingtrainError, exit_code_of
 from ringtrain.protocol.env import FIRST_PROCESS, JOB, MARK
 from ringtrain.protocol.launchers import launched_rank
 
@@ -63,6 +63,10 @@ class Failure:
         return [line.strip() for line in [*said.splitlines(), *self.last.splitlines()]]
 
     @property
+    def has_traceback(self) -> bool:
+        return self.text.startswith("Traceback (most recent call last):")
+
+    @property
     def where(self) -> list[str]:
         """Kind and frames of the traceback, equal for ranks that fail alike; without one, the text."""
         frames = [line for line in self.text.splitlines() if line.startswith("  File ")]
@@ -88,9 +92,18 @@ def failure_of(error: BaseException, rank: int, exit_code: int, with_traceback: 
     kind = type(error).__name__
     text, last = f"{kind}: {error}", ""
     if with_traceback:
-        text, last = "".join(traceback.format_exception(error)), f"{_users_frame(error)}{_in_one_line(error)}"
+        text = last = printed(error).rstrip()
+        if not isinstance(error, RingtrainError):
+            last = f"{_users_frame(error)}{_in_one_line(error)}"
     text = text if len(text) < 20_000 else f"{text[:10_000]}\n...\n{text[-10_000:]}"
     return Failure(rank, host or socket.gethostname(), time.time(), kind, text.rstrip(), exit_code, last)
+
+
+def printed(error: BaseException) -> str:
+    """What a rank prints of an uncaught exception: the traceback, but of a RingtrainError the user's frame only."""
+    if isinstance(error, RingtrainError):
+        return f"{_users_frame(error)}{type(error).__name__}: {error}\n"
+    return "".join(traceback.format_exception(error))
 
 
 def _users_frame(error: BaseException) -> str:
@@ -147,7 +160,7 @@ def report_uncaught(rank: int, environ: Mapping[str, str] = os.environ) -> None:
             before(kind, error, trace)
             return
         # Line by line: launchers mix parts of lines of several ranks.
-        for line in "".join(traceback.format_exception(error)).splitlines(keepends=True):
+        for line in printed(error).splitlines(keepends=True):
             sys.stderr.write(line)
 
     hook.before = before  # type: ignore[attr-defined]

@@ -239,13 +239,12 @@ def test_the_first_failure_is_the_last_word(launch, launcher: str, error: str, e
     assert stderr.count("ringtrain: restart 1 of 1") == (error == "ValueError"), stderr
     *_, failure, reason = stderr.split("\nringtrain: ")
     assert reason.startswith("not restarted: ")
-    # The frame of the script and the error; before it, the traceback once, with its frames only and no follow-up error.
+    # The frame of the script and the error; before it, the traceback of a bug once, and no follow-up error.
     last_word = failure.splitlines()
     assert re.fullmatch(r"rank 1 on \S+ failed first:", last_word[0])
     assert last_word[1].startswith('  File "<string>", line 7, in <module>')
     assert last_word[-1] == f"{error}: batch 3 is bad"
-    num_attempts = stderr.count("ringtrain: restart 1 of 1") + 1
-    assert stderr.count("Traceback (most recent call last):") == num_attempts
+    assert stderr.count("Traceback (most recent call last):") == (2 if error == "ValueError" else 0)
     assert "detected that one or more processes exited" not in stderr and "ringtrain-report" not in stderr
 
 
@@ -264,8 +263,8 @@ os.mkdir(folder)
 def test_before_fit_rank_0_acts_alone_and_a_file_of_another_rank_is_explained(launch, tmp_path: Path) -> None:
     code, stderr = launch(*ringtrain(*trainer("-c", BEFORE_FIT, tmp_path / "made"))).end()
     assert code == 1
-    *_, frame, error, advice = stderr.splitlines()
-    assert "line 10" in frame and error.startswith("FileExistsError: "), stderr
+    *_, error, advice = stderr.splitlines()
+    assert error.startswith("FileExistsError: "), stderr
     assert advice.startswith("every rank runs the whole script")
 
 

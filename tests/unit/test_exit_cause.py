@@ -17,6 +17,7 @@ from ringtrain.cluster.job import Job
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.output import Output
 from ringtrain.cluster.supervisor import Supervisor
+from ringtrain.errors import ConfigError
 from ringtrain.protocol.failures import Failure, failure_of
 from ringtrain.protocol.placement import RankPlacement
 from ringtrain.protocol.reader import Reader
@@ -243,6 +244,9 @@ def test_the_last_words_are_the_users_frame_and_one_line_of_at_most_500_characte
     long = failure_of(ValueError(10_000 * "a" + "end"), 0, 1, with_traceback=True)
     assert 490 < len(long.last) <= 500 and long.last.endswith("end") and len(long.text) > 10_000
     assert failure_of(KeyError(), 0, 1, with_traceback=True).last == "KeyError"
+    # ringtrain's own error is whole, as its lines tell what to do, and without a traceback.
+    table = failure_of(ConfigError("ranks differ\n  rank 1"), 0, 2, with_traceback=True)
+    assert table.last == table.text == "ConfigError: ranks differ\n  rank 1"
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
