@@ -30,7 +30,7 @@ LOST = re.compile(r"Remote daemon: .* on node (\S+)")
 # Errors of a script that does on every rank what one rank must do.
 OF_EVERY_RANK = re.compile(r"^FileExistsError|unable to lock file|database is locked", re.MULTILINE)
 ON_RANK_0 = (
-    "every rank runs the whole script, and another one had this file: let rank 0 alone write it,"
+    "every rank runs the whole script: if another one has made or opened this file, let rank 0 alone do it,"
     " by ringtrain.hvd.on_rank_0(function)"
 )
 TAIL_LINES = 20
