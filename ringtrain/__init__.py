@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringtrain.protocol.cores import share_cores
 from ringtrain.protocol.env import leave_rank
+from ringtrain.protocol.failures import report_uncaught_from_start
 
 __version__ = "0.1.0"
 
@@ -49,7 +50,8 @@ else:
             return getattr(importlib.import_module(LAZY[name]), name)
         if name == "hvd":
             return importlib.import_module("ringtrain.hvd")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        advice = "Horovod's names are in ringtrain.hvd: import ringtrain.hvd as hvd"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {advice}")
 
 
 def __dir__() -> list[str]:
@@ -69,4 +71,5 @@ class _Package(ModuleType):
 
 sys.modules[__name__].__class__ = _Package
 leave_rank()  # before anything reads which rank this is
+report_uncaught_from_start()
 share_cores()  # a script builds its model, and TensorFlow its threads, before it calls anything here

@@ -313,7 +313,7 @@ class HvdConfig:
     op: Literal["average", "adasum"] = "average"
     """average of the ranks' gradients, or Adasum (arXiv 2006.02924)"""
     compression: Annotated[str, rule.COMPRESSION] = "none"
-    """for slow networks: fp16, bf16 (16 bits per number), or powersgd:4 (matrices of rank 4); see docs/slow-links.md"""
+    """for slow networks: fp16, bf16 (16 bits per number), or powersgd:4 (matrices of rank 4)"""
     compression_start_step: Annotated[int, AT_LEAST_0, needs_other("hvd.compression", "none")] = 0
     """number of updates before the first that is compressed"""
     local_steps: Annotated[int, AT_LEAST_1] = 1
@@ -345,7 +345,7 @@ class Config:
     seed: Annotated[int, rule.SEED] = 0
     """seed of initial weights, sample order and dropout"""
     chaos: str = ""
-    """fault to inject, e.g. "rank=1 step=20 mode=sigkill"; see docs/troubleshooting.md"""
+    """fault to inject, to try out recovery: "rank=1 step=20 mode=sigkill" kills a rank"""
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

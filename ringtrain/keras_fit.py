@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 import signal
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -308,9 +309,16 @@ def end_by_signal(exit_code: int) -> None:
     """Raises KeyboardInterrupt or SystemExit if a signal has ended the run."""
     # As where no run handles signals: SIGINT interrupts the script, which may catch that, and others end it.
     if exit_code == 128 + signal.SIGINT:
+        sys.excepthook = functools.partial(_print_uncaught, sys.excepthook)
         raise KeyboardInterrupt
     if exit_code:
         raise SystemExit(exit_code)
+
+
+def _print_uncaught(before: Callable[..., Any], kind: type[BaseException], *error: Any) -> None:
+    """Prints no traceback of a run that Ctrl-C has ended: where it stands has been printed."""
+    if not issubclass(kind, KeyboardInterrupt):
+        before(kind, *error)
 
 
 def _config(model: keras.Model, name: str, options: Config, arguments: data.FitArguments) -> Config:

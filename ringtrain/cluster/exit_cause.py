@@ -31,6 +31,12 @@ MISSING = re.compile(r"^ *ModuleNotFoundError: No module named '(\w+)", re.MULTI
 LOST = re.compile(r"Remote daemon: .* on node (\S+)")
 DAEMON_LOST = "unable to reliably start one or more daemons"
 """Open MPI's message when an ssh of its own ends, also after the start"""
+# Errors of a script that does on every rank what one rank must do.
+OF_EVERY_RANK = re.compile(r"^FileExistsError|unable to lock file|database is locked", re.MULTILINE)
+ON_RANK_0 = (
+    "every rank runs the whole script: if another one has made or opened this file, let rank 0 alone do it,"
+    " by ringtrain.hvd.on_rank_0(function)"
+)
 TAIL_LINES = 20
 HOST_LOST = "a lost host"
 MAX_SPEAKERS = 8
@@ -59,6 +65,8 @@ class JobResult:
     """hosts that did not confirm the clean-up: processes may run there until the agent's lease expires"""
     out_of_memory: bool = False
     """the kernel of that host killed processes for lack of memory meanwhile"""
+    last: str = ""
+    """the text as it is printed last, without a traceback's frames in libraries; "": the text itself"""
 
     @property
     def where(self) -> tuple[int, int, str]:
@@ -110,7 +118,10 @@ def decide(
         return JobResult(0)
     failure = reports.first_failure()
     if failure and not failure.is_consequence:
-        return JobResult(failure.exit_code, _in_its_words(failure), failure.kind, rank=failure.rank)
+        words = _in_its_words(failure, failure.last)
+        if len(reports.ranks) > 1 and OF_EVERY_RANK.search(failure.text):
+            words += f"\n{ON_RANK_0}"
+        return JobResult(failure.exit_code, _in_its_words(failure), failure.kind, rank=failure.rank, last=words)
     by_launcher = _cut_off(reports) or _named_by_launcher(launcher_output, code, reports, tails, failure)
     if by_launcher:
         return by_launcher
@@ -122,10 +133,14 @@ def decide(
         return _left(left[0], "", code, reports, tails)
     if failure:
         # The launcher's own code is that of the rank that exited first.
+        advice = (
+            "this is a follow-up error: another rank exited before without a report: it called exit, was killed, or its"
+            " host was lost: check its output and the host's kernel log"
+        )
         return JobResult(
             code or failure.exit_code,
-            f"{_in_its_words(failure)}\nthis is a follow-up error: another rank exited before without a report: it"
-            f" called exit, was killed, or its host was lost: check its output and the host's kernel log",
+            f"{_in_its_words(failure)}\n{advice}",
+            last=f"{_in_its_words(failure, failure.last)}\n{advice}",
         )
     if lost:
         return JobResult(
@@ -229,7 +244,7 @@ def _named_by_launcher(
         return _left(int(improperly[1]), improperly[2], code, reports, tails)
     match = EXITED_ELASTIC.search(text)
     if match:
-        output = f"; its output:\n{consequence.text}" if consequence else ""
+        output = f"; its output:\n{consequence.last or consequence.text}" if consequence else ""
         return JobResult(_code(int(match[2])), f"of the last ranks, one on {match[1]} {_how(int(match[2]))}{output}")
     return None
 
@@ -291,7 +306,7 @@ def _by_hydra(match: re.Match[str], code: int, reports: Reader, consequence: Fai
     if "KILLED BY SIGNAL" in match[0] or match[4]:
         number = int(match[4] or number)
         return JobResult(_code(128 + number), f"{who} was killed by {signal_name(number)}", rank=rank)
-    output = f"; its output:\n{consequence.text}" if consequence else ""
+    output = f"; its output:\n{consequence.last or consequence.text}" if consequence else ""
     return JobResult(_code(number or code), f"{who} exited first, with exit code {number}{output}", rank=rank)
 
 
@@ -303,6 +318,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _in_its_words(failure: Failure) -> str:
-    between = "\n" if "\n" in failure.text else " "
-    return f"rank {failure.rank} on {failure.host} failed first:{between}{failure.text}"
+def _in_its_words(failure: Failure, words: str = "") -> str:
+    words = words or failure.text
+    between = "\n" if "\n" in words else " "
+    return f"rank {failure.rank} on {failure.host} failed first:{between}{words}"

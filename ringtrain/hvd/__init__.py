@@ -44,7 +44,7 @@ except MissingDependency:
     raise
 except Exception as error:  # libraries that do not fit each other fail by errors of any type
     raise MissingDependency(
-        f"ringtrain.hvd needs TensorFlow and Horovod built for it ({error}): {install()} (docs/installation.md)"
+        f"ringtrain.hvd needs TensorFlow and Horovod built for it ({error}): {install()}"
     ) from error
 
 if keras.backend.backend() != "tensorflow":
@@ -90,11 +90,9 @@ from ringtrain.hvd.backend import (
     mpi_threads_supported,
     nccl_built,
     process_set_included_op,
-    rank,
     rank_op,
     remove_process_set,
     rocm_built,
-    size,
     size_op,
     start_timeline,
     stop_timeline,
@@ -134,9 +132,11 @@ from ringtrain.hvd.collectives import (
     init,
     num_copies,
     part_of,
+    rank,
     reducescatter,
     scatter_bytes,
     shutdown,
+    size,
 )
 from ringtrain.hvd.compression import Compression
 from ringtrain.hvd.distributed import (
@@ -162,4 +162,4 @@ from ringtrain.hvd.reducers.local_steps import LocalSteps, end_round, local_step
 from ringtrain.hvd.reducers.sharded import gather_slots, scatter_slots, slot_bytes
 from ringtrain.hvd.step_timing import during
 from ringtrain.hvd.sync import broadcast_model, check_in_sync, prove
-from ringtrain.hvd.together import on_rank_0, run_together
+from ringtrain.hvd.together import barrier, on_rank_0, run_together

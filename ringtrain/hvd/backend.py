@@ -77,7 +77,8 @@ def configure(options: HvdConfig, environ: MutableMapping[str, str] | None = Non
         if is_started and environ.get(variable) != value:
             raise ConfigError(
                 f"{option}: needs {variable}={value}, and Horovod was started in this process with"
-                f" {environ.get(variable, 'its default')}: start a process of its own for this run"
+                f" {environ.get(variable, 'its default')}: set it in the environment, or start a process of its own for"
+                f" this run"
             )
         environ[variable] = value
 

@@ -28,7 +28,7 @@ from ringtrain.hvd.process import PROCESS, elastic, open_sockets
 from ringtrain.hvd.rendezvous import forget_addresses
 from ringtrain.protocol.env import mark_rank
 from ringtrain.protocol.failures import report_init, report_left, report_process, report_uncaught
-from ringtrain.protocol.launchers import launched_local_size, names
+from ringtrain.protocol.launchers import launched_local_size, launched_rank, launched_size, names
 
 FUSION_BYTES = 4 * 2**20
 BRANCHES = (func_graphs.CondBranchFuncGraph, func_graphs.WhileCondFuncGraph, func_graphs.WhileBodyFuncGraph)
@@ -70,22 +70,36 @@ def init(*args: Any, **kwargs: Any) -> None:
         ) from None
     teach_keras()
     PROCESS.sockets |= open_sockets() - before
-    rank = horovod.rank()
+    number = horovod.rank()
     if horovod.size() > 1 and isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.write_through:
         # PYTHONUNBUFFERED writes each part of a line by itself, and launchers mix the parts of several ranks.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    report_uncaught(lambda: rank)
+    report_uncaught(number)
     report_process()
     mark_rank()
     if not PROCESS.has_started and horovod.size() > 1:
-        atexit.register(report_trained_alone, rank, horovod.size())
-        atexit.register(report_left, rank)  # before Horovod's own, which ends the collectives of the others
+        atexit.register(report_trained_alone, number, horovod.size())
+        atexit.register(report_left, number)  # before Horovod's own, which ends the collectives of the others
     PROCESS.has_started = True
-    report_init(rank)
+    report_init(number)
     if not args and not kwargs.get("comm"):  # else the caller wants a subset of the launcher's ranks
         check_local_placement()
     if not is_running and not elastic():  # an elastic job's server begins anew with each set of ranks
         forget_addresses()
+
+
+def rank() -> int:
+    """Number of this rank, also before `init`."""
+    if horovod.is_initialized():
+        return int(horovod.rank())
+    return launched_rank() or 0
+
+
+def size() -> int:
+    """Number of ranks, also before `init`."""
+    if horovod.is_initialized():
+        return int(horovod.size())
+    return launched_size()
 
 
 def shutdown() -> None:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from ringtrain.errors import OutOfSync, RingtrainError
 from ringtrain.hvd.backend import horovod
-from ringtrain.hvd.collectives import allgather_object, broadcast_object
+from ringtrain.hvd.collectives import allgather_object, broadcast_object, init
 from ringtrain.hvd.step_timing import during
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ def run_together(action: Callable[[], T], of_script: bool = False) -> T:
 
 
 def on_rank_0(action: Callable[[], T]) -> T:
-    """Runs an action on rank 0. A collective.
+    """Runs an action on rank 0, for example a download before `ringtrain.fit`. A collective; starts Horovod first.
 
     Args:
         action: Called on rank 0, without arguments. Must not contain a collective.
@@ -58,6 +58,8 @@ def on_rank_0(action: Callable[[], T]) -> T:
     Raises:
         RingtrainError: On every rank, as `run_together`.
     """
+    if not horovod.is_initialized():
+        init()
     result, failure, report = None, None, None
     if horovod.rank() == 0:
         result, failure, report = _tried(action)
@@ -67,6 +69,12 @@ def on_rank_0(action: Callable[[], T]) -> T:
         raise _error_of(0, report) from failure
     of_rank_0: T = result
     return of_rank_0
+
+
+def barrier() -> None:
+    """Waits until every rank has called it. A collective; starts Horovod first."""
+    on_rank_0(lambda: None)
+    run_together(lambda: None)
 
 
 def _tried(action: Callable[[], T], of_script: bool = False) -> tuple[T | None, Exception | None, Report | None]:

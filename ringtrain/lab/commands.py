@@ -112,14 +112,14 @@ TUNE = OnRanks(
     "tune.cli",
     "find the settings with which training is fastest here",
     "Tries settings of a training in short runs, measured in turns, and writes a TOML with those that made it faster."
-    " Starts ranks as ringtrain launch does. See docs/tuning.md.",
+    " Starts ranks as ringtrain launch does.",
     or_script=OR_SCRIPT,
 )
 SWEEP = OnRanks(
     "sweep.cli",
     "try many values of some options, side by side",
     "Trains with many values of some options, as many trials at once as there are slots, and says which are best by"
-    " train.monitor; the same command goes on after an interruption. See docs/tuning.md.",
+    " train.monitor; the same command goes on after an interruption.",
     usage="--space FILE ",
     left_out=HOSTS,
     hidden=("np", "ps", "workers", "bind", "oversubscribe", "output", "timeline"),
@@ -131,7 +131,7 @@ COMPARE = OnRanks(
     "compare.cli",
     "train the same job under several strategies",
     "Trains the same job under several strategies, in turns, with -np copies of the model under each; the same command"
-    " goes on after an interruption. See docs/strategies.md.",
+    " goes on after an interruption.",
     usage="--strategies LIST --config FILE ",
     left_out=("np", "ps"),
     hidden=("workers", "output", "timeline"),
@@ -143,7 +143,7 @@ PROVE = OnRanks(
     "put a job to the test: equal to one process, to itself, and through kills",
     "Trains a few steps of a job on one process and on -np ranks, stops, kills and resumes it, and says which promises"
     " hold for it, and likely reasons where they do not. A script with ringtrain.fit is started as it is: -- python"
-    " own.py. See docs/verification.md.",
+    " own.py.",
     usage="-np N ",
     left_out=("np",),
     hidden=("ps", "workers", "output", "timeline"),
@@ -177,7 +177,7 @@ RUNS = plain(
 REPORT = plain(
     "report.cli",
     "say what came of a run, or what happened to it",
-    "Writes one HTML page, which needs nothing else, about a run, or about several side by side. See docs/tracking.md.",
+    "Writes one HTML page, which needs nothing else, about a run, or about several side by side.",
 )
 
 
@@ -225,7 +225,7 @@ def predict(given: Given) -> int:
 FORECAST = Command(
     "say how fast training would be on more ranks",
     "Forecasts images/s at any number of ranks from one process' step and a network; or says what would reach an"
-    " efficiency; or how much memory a model needs. See docs/performance.md.",
+    " efficiency; or how much memory a model needs.",
     add_forecast,
     forecast,
     usage="ringtrain forecast [options] [-- python own.py, or for --memory options of ringtrain.train]",
@@ -248,7 +248,7 @@ def simulate(given: Given) -> int:
 SIMULATE = Command(
     "forecast the cost of host failures for a long job",
     "Simulates a job on hosts that fail: goodput, restarts and hours, with several checkpoint intervals, spare hosts"
-    " and options of launch. What a failure leads to is decided by the launcher's own code. See docs/checkpoints.md.",
+    " and options of launch. What a failure leads to is decided by the launcher's own code.",
     add_simulate,
     simulate,
     usage="ringtrain simulate --mtbf TIME --hours H [options] [-- options of ringtrain launch]",

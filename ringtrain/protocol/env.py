@@ -55,11 +55,11 @@ OF_A_RANK = re.compile(
 """variables by which a process takes itself for a rank"""
 MARK = "ringtrain-report"
 # Prints a line with the rank's placement and runs its command in the same process. The line is one write, so that
-# lines of other ranks do not mix with it.
+# lines of other ranks do not mix with it. Python underlines no parts of a traceback's lines, which are long enough.
 STARTER = (
     f"printf '{MARK}:%s:seat:%s:%s:%s:%s:%s\\n' \"${JOB}\""
     f' "{in_shell("rank")}" "{in_shell("size")}" "{in_shell("local_rank")}"'
-    f' $$ "$(uname -n)" >&2; export {FIRST_PROCESS}=$$; exec "$@"'
+    f' $$ "$(uname -n)" >&2; export {FIRST_PROCESS}=$$ PYTHONNODEBUGRANGES=1; exec "$@"'
 )
 
 

@@ -9,16 +9,18 @@ import os
 import re
 import socket
 import sys
+import sysconfig
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from ringtrain.errors import exit_code_of
+from ringtrain.errors import RingtrainError, exit_code_of
 from ringtrain.protocol.env import FIRST_PROCESS, JOB, MARK
+from ringtrain.protocol.launchers import launched_rank
 
 PIECE_LETTERS = 600  # launchers split longer lines
 CONSEQUENCE = re.compile(
@@ -27,6 +29,12 @@ CONSEQUENCE = re.compile(
 REDUCING = "call ringtrain.fit in place of model.fit, or compile with ringtrain.hvd.DistributedOptimizer(optimizer)"
 """advice for ranks that train models of their own"""
 READ_WHEN_LOADED = re.compile("(TF_(?!CONFIG|NUM_)|XLA_|KERAS_|KMP_|OMP_|MKL_|OPENBLAS_|CUDA_(?!VISIBLE))[A-Z0-9_]*")
+MAX_LINE = 500
+"""characters of a line that is printed last"""
+FOLDERS = "|".join(map(re.escape, [sysconfig.get_path("stdlib"), str(Path(__file__).parents[1])]))
+LIBRARIES = re.compile(rf"({FOLDERS})/|.*/(site|dist)-packages/|<frozen ")
+"""files whose frames in a traceback are not the user's"""
+STYLE = re.compile(r"\x1b\[[0-9;]*m")
 _failures: list[BaseException] = []
 
 
@@ -41,6 +49,8 @@ class Failure:
     text: str
     """one line, or the traceback"""
     exit_code: int = 1
+    last: str = ""
+    """with a traceback: its frame in the user's own code, and the exception in one line"""
 
     @property
     def is_consequence(self) -> bool:
@@ -50,7 +60,17 @@ class Failure:
     def lines_for_a_person(self) -> list[str]:
         """Lines in which the rank itself prints the failure, without indentation; not those of a traceback."""
         said = f"ringtrain: {self.text.removeprefix(f'{self.kind}: ')}"
-        return [line.strip() for line in said.splitlines()]
+        return [line.strip() for line in [*said.splitlines(), *self.last.splitlines()]]
+
+    @property
+    def has_traceback(self) -> bool:
+        return self.text.startswith("Traceback (most recent call last):")
+
+    @property
+    def where(self) -> list[str]:
+        """Kind and frames of the traceback, equal for ranks that fail alike; without one, the text."""
+        frames = [line for line in self.text.splitlines() if line.startswith("  File ")]
+        return [self.kind, *frames] if frames else [self.text]
 
     def lines(self, job: str) -> list[str]:
         """Failure as short lines for standard error."""
@@ -69,12 +89,47 @@ def report_failure(error: BaseException, rank: int, exit_code: int, with_traceba
 
 
 def failure_of(error: BaseException, rank: int, exit_code: int, with_traceback: bool, host: str = "") -> Failure:
+    kind = type(error).__name__
+    text, last = f"{kind}: {error}", ""
     if with_traceback:
-        text = "".join(traceback.format_exception(error))
-    else:
-        text = f"{type(error).__name__}: {error}"
+        text = last = printed(error).rstrip()
+        if not isinstance(error, RingtrainError):
+            last = f"{_users_frame(error)}{_in_one_line(error)}"
     text = text if len(text) < 20_000 else f"{text[:10_000]}\n...\n{text[-10_000:]}"
-    return Failure(rank, host or socket.gethostname(), time.time(), type(error).__name__, text.rstrip(), exit_code)
+    return Failure(rank, host or socket.gethostname(), time.time(), kind, text.rstrip(), exit_code, last)
+
+
+def printed(error: BaseException) -> str:
+    """What a rank prints of an uncaught exception: the traceback, but of a RingtrainError the user's frame only."""
+    if isinstance(error, RingtrainError):
+        return f"{_users_frame(error)}{type(error).__name__}: {error}\n"
+    return "".join(traceback.format_exception(error))
+
+
+def _users_frame(error: BaseException) -> str:
+    """Innermost frame of a traceback in the user's own code, as Python prints it; "" if there is none."""
+    chosen = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        is_generated = code.co_filename == "<string>" and frame.f_globals.get("__name__") != "__main__"
+        if not LIBRARIES.match(code.co_filename) and not is_generated:
+            chosen = traceback.FrameSummary(code.co_filename, line, code.co_name)
+    return "".join(traceback.format_list([chosen])) if chosen else ""
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Class and message of an exception, without the indented lines in which libraries tell of their own code."""
+    message = STYLE.sub("", str(error)).splitlines()
+    told = " ".join(line.strip() for line in message if line and not line[0].isspace())
+    return shortened(f"{type(error).__name__}: {told}".removesuffix(": "))
+
+
+def shortened(line: str) -> str:
+    """A line with at most MAX_LINE characters."""
+    if len(line) <= MAX_LINE:
+        return line
+    half = MAX_LINE // 2 - 3
+    return f"{line[:half]} ... {line[-half:]}"
 
 
 def _write(lines: Sequence[str], times: int = 2) -> None:
@@ -90,20 +145,35 @@ def ended_well() -> bool:
     return not _failures and getattr(sys, "last_value", None) is None
 
 
-def report_uncaught(rank: Callable[[], int], environ: Mapping[str, str] = os.environ) -> None:
-    """Installs an excepthook that also reports uncaught exceptions to the launcher, if there is one."""
-    if JOB not in environ or getattr(sys.excepthook, "is_ringtrains", False):
+def report_uncaught(rank: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Installs an excepthook that also reports uncaught exceptions of this rank to the launcher, if there is one."""
+    if JOB not in environ:
         return
-    before, process = sys.excepthook, os.getpid()
+    before, process = getattr(sys.excepthook, "before", sys.excepthook), os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
-        # A process that the rank has forked is not the rank, which lives.
-        if not issubclass(kind, KeyboardInterrupt) and os.getpid() == process:
-            report_failure(error.with_traceback(trace), rank(), exit_code_of(error), with_traceback=True)
+        if issubclass(kind, KeyboardInterrupt):
+            return  # the launcher prints what has stopped the job
+        # The report first, so that the launcher knows what the following lines belong to. A process that the rank has
+        # forked is not the rank, which lives.
+        if os.getpid() == process:
+            report_failure(error.with_traceback(trace), rank, exit_code_of(error), with_traceback=True)
+        if before is not sys.__excepthook__:
+            before(kind, error, trace)
+            return
+        # Line by line: launchers mix parts of lines of several ranks.
+        for line in printed(error).splitlines(keepends=True):
+            sys.stderr.write(line)
 
-    hook.is_ringtrains = True  # type: ignore[attr-defined]
+    hook.before = before  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def report_uncaught_from_start(environ: Mapping[str, str] = os.environ) -> None:
+    """`report_uncaught` before hvd.init(), if this is surely the process of a rank and none that a rank has started."""
+    rank = launched_rank(environ)
+    if rank is not None and environ.get(FIRST_PROCESS) == str(os.getpid()):
+        report_uncaught(rank, environ)
 
 
 def report_process(environ: MutableMapping[str, str] = os.environ) -> None:

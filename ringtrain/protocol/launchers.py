@@ -44,6 +44,13 @@ def launched_rank(environ: Mapping[str, str] = os.environ) -> int | None:
     return next((int(environ[name]) for name in launchers if name in environ), None)
 
 
+def launched_size(environ: Mapping[str, str] = os.environ) -> int:
+    """Number of ranks as set by the launcher of this process; 1 without a launcher."""
+    if launched_rank(environ) is None:
+        return 1
+    return next((int(environ[name]) for name in names("size") if environ.get(name, "").isdecimal()), 1)
+
+
 def launched_local_size(environ: Mapping[str, str] = os.environ) -> int:
     """Number of ranks of this host as set by its launcher; 0: unknown, as under Slurm."""
     return next((int(environ[name]) for name in names("local_size") if environ.get(name, "").isdecimal()), 0)

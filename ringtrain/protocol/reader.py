@@ -18,6 +18,18 @@ CHECKSUM = re.compile(r"\d{1,9}:[0-9a-f]{8}:")
 TAG = re.compile(r"\[[^][<>]*\d\]<stderr>:? ?")  # a launcher's, also within a line that it read in two parts
 
 
+# Notices of TensorFlow and absl that a terminal does not show.
+CHATTER = re.compile(
+    rb"WARNING: All log messages before absl::InitializeLog"
+    rb"|E\d{4} .*(Unable to register|failed call to cuInit)"
+    rb"|[IW]\d{4} \d\d:\d\d:[\d.]+ +\d+ \S+:\d+\] "  # absl: I0000 00:00:1795168715.773533  4855 port.cc:153]
+    rb"|\d{4}-\d\d-\d\d \d\d:\d\d:[\d.]+: [IW] \S+:\d+\] "  # TensorFlow's own format before it used absl
+    rb"|To enable the following instructions: "
+    rb"|/job:worker/replica:\d+/task:\d+\s*$"  # second line of a message about waiting for workers
+    rb"|Improper call to JPEG library|Corrupt JPEG data: |Premature end of JPEG file"  # these do not name the file
+)
+
+
 class Lines:
     """Splits the output of processes into lines, which keep their ends; a progress bar's carriage return also ends one.
 
@@ -142,7 +154,7 @@ class Reader:
         if all(name in pieces for name in wanted) and int(rank) not in self.failures:
             data = base64.b64decode("".join(pieces[name] for name in wanted), validate=True)
             fields = parse_json(zlib.decompressobj().decompress(data, MAX_FAILURE_BYTES))
-            texts = {name: str(fields[name]) for name in ("host", "kind", "text")}
+            texts = {name: str(fields[name]) for name in ("host", "kind", "text", "last")}
             failure = Failure(
                 _count(fields["rank"]), time_s=float(fields["time_s"]), exit_code=int(fields["exit_code"]), **texts
             )

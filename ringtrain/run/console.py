@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import io
 import math
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 import rich.progress
 from rich.console import Console
@@ -46,10 +47,57 @@ MIN_INPUT_SHARE, MIN_WAIT_SHARE, MIN_STEPS = 0.1, 0.25, 20
 
 
 class SteadyConsole(Console):
-    """Console that never hides the cursor: a launcher may kill this process before it is shown again."""
+    """Console that never hides the cursor: a launcher may kill this process before it is shown again.
+
+    Its output never ends a run: if its terminal or the reader of its pipe is gone, it goes to nowhere.
+    """
 
     def show_cursor(self, show: bool = True) -> bool:
         return False
+
+    @property  # type: ignore[misc]
+    def file(self) -> IO[str]:
+        return cast("IO[str]", _Unfailing(super().file))
+
+
+class _Unfailing:
+    """Stream that raises no OSError."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if error.errno in (errno.EIO, errno.EPIPE):
+                _lead_to_nowhere(self._stream.fileno())
+
+
+def leave_closed_terminal() -> None:
+    """Makes standard output and error lead to nowhere if their terminal is closed."""
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")
+        except OSError:
+            _lead_to_nowhere(descriptor)
+
+
+def _lead_to_nowhere(descriptor: int) -> None:
+    """Lets all other output to a descriptor succeed, and Python exit as if it had."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def terminal_of(process: Process) -> Console:
@@ -287,10 +335,11 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proo
     rows = {}
     if summary["stopped_by"]:
         rows["stopped"] = f"after step {summary['global_step']:,}, {stopped}"
-    rows |= _metrics_rows(summary["metrics"])
-    rows["speed"] = speed(summary["images_per_s"], summary.get("samples", "images"))
-    rows["time"] = f"{duration(summary['fit_s'])} of training, {duration(total_s)} in all"
-    rows |= waiting(summary.get("ranks", ()))
+    if not summary["stopped_by"].startswith("SIG"):  # after Ctrl-C: what is saved, and how to resume
+        rows |= _metrics_rows(summary["metrics"])
+        rows["speed"] = speed(summary["images_per_s"], summary.get("samples", "images"))
+        rows["time"] = f"{duration(summary['fit_s'])} of training, {duration(total_s)} in all"
+        rows |= waiting(summary.get("ranks", ()))
     if failed:
         rows["not saved"] = "; ".join(save["error"] for save in failed)
     if "not_exported" in summary:
@@ -329,12 +378,17 @@ def waiting(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     wait_shares = [entry["wait_s"] / entry["step_s"] for entry in totals]
     rows = {}
     if max(input_shares, default=0.0) >= MIN_INPUT_SHARE:
-        rows["input"] = f"a rank waits {max(input_shares):.0%} of its steps for data: docs/performance.md"
+        rows["input"] = (
+            f"a rank waits {max(input_shares):.0%} of its steps for data: num_parallel_calls in the maps of a pipeline"
+            f" and prefetch at its end, or more threads per rank"
+        )
     # One process has no allreduce, and may use the same cores.
     on_one_host = len({entry["host"] for entry in measured}) == 1 < len(measured)
     on_cpus = all(entry["device"].startswith("CPU") for entry in measured)
     if on_one_host and on_cpus and min(wait_shares) >= MIN_WAIT_SHARE:
-        rows["allreduce"] = f"ranks wait {min(wait_shares):.0%} of their steps for it: docs/performance.md"
+        rows["allreduce"] = (
+            f"ranks wait {min(wait_shares):.0%} of their steps for it: one process with all cores may be faster"
+        )
     return rows
 
 

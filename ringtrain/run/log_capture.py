@@ -6,14 +6,13 @@ import atexit
 import contextlib
 import io
 import os
-import re
 import select
 import signal
 import sys
 from pathlib import Path
 from typing import IO
 
-from ringtrain.protocol.reader import Lines
+from ringtrain.protocol.reader import CHATTER, Lines
 
 MARK = b"\0ringtrain:"  # separates output from commands to the watcher
 END = b"end\n"
@@ -22,15 +21,6 @@ NEW_RUN = b"new run\n"
 TO_LOG = b"to log: "
 SILENT = 3
 """Exit code of a watcher after `log_only`."""
-CHATTER = re.compile(
-    rb"WARNING: All log messages before absl::InitializeLog"
-    rb"|E\d{4} .*(Unable to register|failed call to cuInit)"
-    rb"|[IW]\d{4} \d\d:\d\d:[\d.]+ +\d+ \S+:\d+\] "  # absl: I0000 00:00:1795168715.773533  4855 port.cc:153]
-    rb"|\d{4}-\d\d-\d\d \d\d:\d\d:[\d.]+: [IW] \S+:\d+\] "  # TensorFlow's own format before it used absl
-    rb"|To enable the following instructions: "
-    rb"|/job:worker/replica:\d+/task:\d+\s*$"  # second line of a message about waiting for workers
-    rb"|Improper call to JPEG library|Corrupt JPEG data: |Premature end of JPEG file"  # these do not name the file
-)
 
 
 # srun signals all processes of a rank. The rank may save and print before it exits, so its watcher must not exit.
@@ -133,7 +123,8 @@ def _pass_on(source: int) -> bool:
         for line in [*complete, *lines.late()]:
             text, _, command = line.partition(MARK)
             if text and shown and not CHATTER.match(text):
-                os.write(2, text)
+                with contextlib.suppress(OSError):  # a closed terminal must not silence the log
+                    os.write(2, text)
             with contextlib.suppress(OSError):  # a full disk must not silence the terminal
                 log.write(text + command.removeprefix(TO_LOG) * command.startswith(TO_LOG))
             if command == END:

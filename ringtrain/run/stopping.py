@@ -26,7 +26,7 @@ from ringtrain.errors import ConfigError, DataError, NonFiniteLoss
 from ringtrain.monitor.journal import Journal
 from ringtrain.optim import optimizers
 from ringtrain.run import resume
-from ringtrain.run.console import A_CALLBACK
+from ringtrain.run.console import A_CALLBACK, leave_closed_terminal
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
@@ -39,6 +39,7 @@ TIME_LIMIT = "train.max_time_s"
 class Signals:
     """Records the first of SIGTERM, SIGINT and SIGUSR1; a SIGINT after it ends the process at once.
 
+    A terminal that closes is as SIGTERM, unless nohup lets the process outlive it.
     A context that may be entered again within itself: handlers stay until the outermost one ends.
     """
 
@@ -55,6 +56,8 @@ class Signals:
     def __enter__(self) -> Signals:
         if not self._depth:
             self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._receive)
         self._depth += 1
         return self
 
@@ -70,6 +73,9 @@ class Signals:
         return 128 + self.received if self.received else 0
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
+            number = signal.SIGTERM
         if number == signal.SIGINT and self.received:
             os._exit(128 + number)
         if not self.received:

@@ -60,6 +60,8 @@ def snippets() -> None:
     alone.fit(X, Y, batch_size=20, epochs=2, shuffle=False, verbose=0)
     assert distance(loop["model"], alone) < 1e-10
 
+    exec(snippet("docs/fit.md", "def prepare():"), _given(Path=Path))
+
     fit = _given(model=dense())
     exec(snippet("docs/fit.md", "import ringtrain\n\nmodel.compile", ('"first"', '"of-fit"')), fit)
     assert len(fit["history"].history["val_mae"]) == 10

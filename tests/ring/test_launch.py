@@ -274,18 +274,40 @@ def test_the_first_failure_is_the_last_word(launch, launcher: str, error: str, e
     assert stderr.count("ringtrain: restart 1 of 1") == (error == "ValueError"), stderr
     *_, failure, reason = stderr.split("\nringtrain: ")
     assert reason.startswith("not restarted: ")
+    # The frame of the script and the error; before it, the traceback of a bug once, and no follow-up error.
     last_word = failure.splitlines()
     assert re.fullmatch(r"rank 1 on \S+ failed first:", last_word[0])
-    assert last_word[1] == "Traceback (most recent call last):"
-    assert last_word[-1].endswith(f"{error}: batch 3 is bad")
-    assert "ringtrain-report" not in stderr
+    assert last_word[1].startswith('  File "<string>", line 7, in <module>')
+    assert last_word[-1] == f"{error}: batch 3 is bad"
+    assert stderr.count("Traceback (most recent call last):") == (2 if error == "ValueError" else 0)
+    assert "detected that one or more processes exited" not in stderr and "ringtrain-report" not in stderr
+
+
+BEFORE_FIT = """
+import os, sys
+from ringtrain import hvd
+assert (hvd.rank(), hvd.size(), hvd.is_initialized()) == (int(os.environ["OMPI_COMM_WORLD_RANK"]), 2, False)
+folder = sys.argv[1]
+assert hvd.on_rank_0(lambda: os.mkdir(folder) or "made") == "made"
+assert os.path.isdir(folder)
+hvd.barrier()
+os.mkdir(folder)
+"""
+
+
+def test_before_fit_rank_0_acts_alone_and_a_file_of_another_rank_is_explained(launch, tmp_path: Path) -> None:
+    code, stderr = launch(*ringtrain(*trainer("-c", BEFORE_FIT, tmp_path / "made"))).end()
+    assert code == 1
+    *_, error, advice = stderr.splitlines()
+    assert error.startswith("FileExistsError: "), stderr
+    assert advice.startswith("every rank runs the whole script")
 
 
 OUTLIVED = """
 import os, threading, time
 from ringtrain.protocol.failures import report_uncaught
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["HOROVOD_RANK"])
-report_uncaught(lambda: rank)
+report_uncaught(rank)
 threading.Thread(target=time.sleep, args=(600,)).start()
 if rank == 1:
     raise ValueError("batch 3 is bad")
@@ -575,6 +597,25 @@ def test_a_closed_terminal_ends_the_job(launch) -> None:
     os.close(terminal)
     started.process.wait(TIMEOUT_S)
     assert started.left() == {}
+
+
+def test_a_closed_terminal_lets_the_trainer_save(launch, tmp_path: Path) -> None:
+    """Rank 0 draws on that terminal itself."""
+    terminal, inside = pty.openpty()
+    options = ["--data.name", "digits", "--train.epochs", "2000", "--run.directory", tmp_path, "--run.name", "run"]
+    words = ringtrain(*trainer("-m", "ringtrain.train", *options))
+    started = launch("setsid", "--ctty", "--wait", *words, stdin=inside, stdout=inside, stderr=inside)
+    os.close(inside)
+    seen = b""
+    while not re.search(rb"epoch +3/2000", seen):
+        seen += os.read(terminal, 4096)
+    os.close(terminal)
+    started.process.wait(TIMEOUT_S)
+    assert started.left() == {}
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["stopped_by"] == "SIGTERM" and summary["global_step"] > 0
+    assert (tmp_path / "run" / "checkpoints" / f"step-{summary['global_step']:08}").is_dir()
+    assert {event["event"] for event in journal.read(tmp_path / "run")} & {"failure", "end"} == {"end"}
 
 
 def test_nohup_lets_a_job_outlive_its_terminal(launch, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pty
 import re
 import sys
 from pathlib import Path
@@ -15,7 +16,16 @@ from rich.console import Console
 from ringtrain.config import Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from ringtrain.derived import derive
 from ringtrain.protocol.launchers import launched_rank
-from ringtrain.run.console import Progress, duration, show_plan, show_ranks, show_result, terminal_of_launcher, waiting
+from ringtrain.run.console import (
+    Progress,
+    SteadyConsole,
+    duration,
+    show_plan,
+    show_ranks,
+    show_result,
+    terminal_of_launcher,
+    waiting,
+)
 from ringtrain.run.devices import Pinning
 from ringtrain.run.tracking import figures_of
 from ringtrain.strategies.ring import Ring
@@ -106,6 +116,22 @@ def test_what_is_said_while_a_bar_moves_stands_above_it_and_in_the_log():
         assert sys.stderr is before
 
 
+@pytest.mark.parametrize("with_pipe", [False, True])
+def test_a_terminal_that_closes_and_a_reader_that_leaves_end_no_run(with_pipe, monkeypatch):
+    ours, its = os.pipe() if with_pipe else pty.openpty()
+    with open(its, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        console = SteadyConsole(force_terminal=True)
+        with Progress(console, num_steps=4, num_epochs=300) as progress:
+            os.close(ours)
+            progress.step(1, 0, "loss 0.1")
+            progress.epoch(0, ["loss 0.1"])
+            progress.bar.refresh()
+        console.print("result")
+        print("a script's own line", flush=True)
+        monkeypatch.undo()
+
+
 def test_an_epochs_line_and_the_checksum_fit_into_80_columns():
     output = io.StringIO()
     console = Console(file=output, width=80, force_terminal=True, color_system=None)
@@ -143,7 +169,7 @@ def test_a_stopped_run_tells_how_to_resume_it(resume, more):
         "config": {"strategy": {"name": "ring"}, "run": {"resume": resume, "name": ""}},
     }
     show_result(Console(file=output, width=120), Path("runs/digits-2"), summary, "proof", 9.0)
-    told = f"after step 660, by SIGINT; to resume, repeat the command with --run.name digits-2{more} speed"
+    told = f"after step 660, by SIGINT; to resume, repeat the command with --run.name digits-2{more} files"
     assert told in " ".join(output.getvalue().split())
 
 
@@ -184,8 +210,9 @@ def test_a_finished_run_tells_how_long_it_took_and_what_to_look_at_in_72_columns
     show_result(console, Path("runs/digits-20261120-110602"), summary, "proof", 3700.0)
     lines = output.getvalue().splitlines()
     assert max(map(len, lines)) <= 72
-    assert "time           3 min 12 s of training, 1 h 1 min in all" in lines
-    assert sum(line.startswith("input          a rank waits 38% of its steps for data") for line in lines) == 1
+    has_ended = stopped_by != "SIGINT"  # after Ctrl-C: where it stands, and how to resume
+    assert ("time           3 min 12 s of training, 1 h 1 min in all" in lines) is has_ended
+    assert any(line.startswith("input          a rank waits 38% of its steps for data") for line in lines) is has_ended
     summary["ranks"] = [times_of(0.08), times_of(0.9, num_steps=3)]
     assert lines[-3:] == ["next           ringtrain report runs/digits-20261120-110602", "", "proof"]
     # A terminal gets what was verified in 72 columns as well, a program that reads it in one line.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -12,8 +15,10 @@ from ringtrain.cluster.exit_cause import JobResult, decide, rank_of, without_ini
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job
 from ringtrain.cluster.launch_options import LaunchOptions
+from ringtrain.cluster.output import Output
 from ringtrain.cluster.supervisor import Supervisor
-from ringtrain.protocol.failures import Failure
+from ringtrain.errors import ConfigError
+from ringtrain.protocol.failures import Failure, failure_of
 from ringtrain.protocol.placement import RankPlacement
 from ringtrain.protocol.reader import Reader
 
@@ -263,3 +268,64 @@ def test_a_host_that_is_silent_at_the_end_is_the_cause_where_no_rank_has_another
     for code in (0, 255):  # Open MPI 5 calls it a success
         assert decide(code, Reader("job"), "", {}, "mpirun", ["host2"]) == JobResult(2, said)
     assert decide(0, Reader("job"), "", {}, "mpirun") == JobResult(0)
+
+
+# ---- what is printed before -----------------------------------------------------------------------------------------
+
+
+def fails_in_a_library(text: str) -> Failure:
+    """Failure of a rank within json, which this file has called."""
+    try:
+        json.loads(text)
+    except ValueError as error:
+        return failure_of(error, 0, 1, with_traceback=True)
+    raise AssertionError(text)
+
+
+def test_the_last_words_are_the_users_frame_and_one_line_of_at_most_500_characters() -> None:
+    failure = fails_in_a_library("{")
+    frame, code, last = failure.last.splitlines()
+    assert frame.startswith(f'  File "{__file__}", line ') and code == "    json.loads(text)"
+    assert last.startswith("JSONDecodeError: Expecting property name") and "decoder.py" in failure.text
+    of_keras = ValueError("Exception when calling call().\n\n\x1b[1mWrong shape\x1b[0m\n\nArguments:\n  - inputs=1")
+    assert failure_of(of_keras, 0, 1, True).last == "ValueError: Exception when calling call(). Wrong shape Arguments:"
+    long = failure_of(ValueError(10_000 * "a" + "end"), 0, 1, with_traceback=True)
+    assert 490 < len(long.last) <= 500 and long.last.endswith("end") and len(long.text) > 10_000
+    assert failure_of(KeyError(), 0, 1, with_traceback=True).last == "KeyError"
+    # ringtrain's own error is whole, as its lines tell what to do, and without a traceback.
+    table = failure_of(ConfigError("ranks differ\n  rank 1"), 0, 2, with_traceback=True)
+    assert table.last == table.text == "ConfigError: ranks differ\n  rank 1"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_equal_tracebacks_are_shown_once_and_follow_up_errors_and_a_terminals_notices_not(
+    is_terminal: bool, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "isatty", lambda _: is_terminal)
+    cause, other = fails_in_a_library("{"), Failure(3, "host2", 4.0, "OSError", "OSError: other", last="OSError: other")
+    consequence = Failure(2, "host2", 3.0, "UnknownError", f"Traceback\n{SHUT_DOWN}", last=SHUT_DOWN)
+    output = Output(Reader("j"), defers_failures=True)
+    output.add(b"[1,1]<stderr>:I0000 00:00:1795918612.684766    1686 port.cc:153] oneDNN is on\n")
+    output.add(f"[1,1]<stderr>:{1000 * 'a'}\n".encode())
+    for failure in replace(cause, rank=1), consequence, replace(cause, rank=0), other, replace(cause, rank=5):
+        for line in [*failure.lines("j"), *failure.text.splitlines()]:
+            output.add(f"[1,{failure.rank}]<stderr>:{line}\n".encode())
+    output.show_held("rank 1 on host1 failed first", 1)
+    shown = capfd.readouterr().err
+    assert shown.count("Traceback") == shown.count("JSONDecodeError") == 1
+    assert "[1,3]<stderr>:OSError: other\n" in shown and "shut down" not in shown
+    assert shown.endswith(
+        "ringtrain: the same error on ranks 0, 5\nringtrain: follow-up errors, not shown, on rank 2\n"
+    )
+    assert ("oneDNN" in shown) is not is_terminal
+    assert len(output.tails[1][0]) <= 500 < len(shown.splitlines()[0 if is_terminal else 1])
+
+
+def test_an_error_of_a_file_that_another_rank_has_made_tells_of_rank_0() -> None:
+    advice = "every rank runs the whole script"
+    exists = "FileExistsError: [Errno 17] File exists: 'out'"
+    assert advice in decide(1, reader((0, 1.0, f"Traceback\n{exists}", 1)), "", {}, "mpirun").last
+    assert advice not in decide(1, reader((0, 1.0, "Traceback\nOSError: disk full", 1)), "", {}, "mpirun").last
+    alone = reader((0, 1.0, f"Traceback\n{exists}", 1))
+    alone.ranks = alone.ranks[:1]
+    assert advice not in decide(1, alone, "", {}, "mpirun").last

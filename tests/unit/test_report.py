@@ -143,7 +143,7 @@ def test_runs_side_by_side_show_what_differs(tmp_path: Path, capsys: pytest.Capt
     text = "\n".join(page_of(*folders).text)
     configuration = text.split("Configuration")[1].split("all options that are the same")[0]
     assert re.findall(r"\w+\.\w+_\w+", configuration) == ["optimizer.learning_rate"]
-    assert str(folders[1]) in text and "no summary.json: the run still goes on" in text
+    assert str(folders[1]) in text and "no summary.json: the run is not complete" in text
     capsys.readouterr()
     assert cli.main(["report", *map(str, folders), "--markdown"]) == 0
     told = capsys.readouterr().out

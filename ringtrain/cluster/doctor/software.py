@@ -141,7 +141,7 @@ def check_package(name: str) -> Check:
             distribution = installed[0]["distribution"]
         fix = f"{_install(facts)} {distribution}=={usual}"
         if name == "horovod" or not usual:
-            fix = f"{_install(facts)} {ALL_OF_IT}  # docs/installation.md; in a clone: launch/setup.sh"
+            fix = f"{_install(facts)} {ALL_OF_IT}  # in a clone: launch/setup.sh"
         if package is None:
             expected = f", other hosts have {usual}" if usual else ""
             return Cell("none", "error", f"not installed for {facts['python']['executable']}{expected}", fix)

@@ -204,9 +204,7 @@ def _saves(run: Run) -> str:
 
 
 def _state(run: Run) -> str:
-    words = run.verdict[:1]
-    if not run.verdict and not run.summary:
-        words = ["no summary"]
+    words = [runs.state_of(run), *run.verdict[:1]]
     by = run.summary.get("stopped_by")
     if by:
         words.append(f"stopped by {by}")

@@ -23,7 +23,7 @@ MISSING = {
     "config.toml": "its configuration is not known",
     "metrics.jsonl": "no epoch has been completed",
     "steps.jsonl": "no step was written down (tracking.every_steps)",
-    "summary.json": "the run still goes on, or was broken off",
+    "summary.json": "the run is not complete",
 }
 """what a missing file means"""
 
@@ -106,7 +106,7 @@ def _missing(texts: Mapping[str, str], events: Sequence[Mapping[str, Any]], summ
     times = [summary.get("started"), summary.get("fit_s")]
     written_s = sum(time_s for time_s in times if isinstance(time_s, int | float))
     if summary and starts and max(starts) > written_s:
-        sentences.append("summary.json is of an earlier start: the last one still goes on, or was broken off")
+        sentences.append("summary.json is of an earlier start: the last one is not complete")
     return sentences
 
 

@@ -105,12 +105,10 @@ def _started_s(folder: Path) -> float:
 def facts(folder: Path) -> dict[str, Any]:
     """State, progress, metrics, speed and date of a run; None where they are not known."""
     run = run_folder.read(folder)
-    is_running = is_locked(folder) or is_leased(folder)
-    state = "running"
+    state = state_of(run)
     # While it runs, the summary is that of an earlier start.
     summary: Mapping[str, Any] = {}
-    if not is_running:
-        state = _state(run)
+    if state != "running":
         summary = run.summary
     records = [*run.epochs, *run.steps]
     times: dict[str, Any] = {"starts": None, "goodput": None, "seconds": {}}
@@ -146,7 +144,10 @@ def _last_speed(records: Sequence[Mapping[str, Any]]) -> float | None:
     return None
 
 
-def _state(run: Run) -> str:
+def state_of(run: Run) -> str:
+    """State of a run in a word, in `ringtrain runs` and reports."""
+    if is_locked(run.folder) or is_leased(run.folder):
+        return "running"
     if run.events:
         return postmortem.state(run.events)
     if jobs.is_done(run.folder):
