@@ -238,7 +238,7 @@ class Saver(keras.callbacks.Callback):
 
     def _facts(self) -> tuple[dict[str, Any], Arrays]:
         """Facts for the manifest, and arrays that callbacks keep; those of rank 0 are saved."""
-        facts = {
+        facts: dict[str, Any] = {
             **self.facts,
             "metrics": self.metrics,
             "monitored": list(self.monitored),
