@@ -86,7 +86,7 @@ def not_understood(command: Command, name: str, unknown: Sequence[str]) -> str:
     """Message about words of a command line that are no options of its command, with what was probably meant."""
     first = unknown[0].partition("=")[0]
     if first.startswith("-"):
-        known = Parser(prog=name)
+        known = Parser(prog=name, add_help=command.has_help)
         if command.add:
             command.add(known)
         meant = OF_OTHERS.get(first.replace("_", "-"), "")
