@@ -847,7 +847,7 @@ def what_differs_is_refused() -> None:
     """Other data or another model on one rank, data that are no arrays, a model that is not compiled."""
     compressed = options(hvd=HvdConfig(compression="fp16"))
     for words, arguments in (
-        ("has another training data (fit divides it itself) than rank 0", {"y": Y + hvd.rank()}),
+        ("has other training data than rank 0", {"y": Y + hvd.rank()}),
         ("expected arrays in memory", {"x": iter(())}),
         ("not compiled", {"model": dense()}),
         (

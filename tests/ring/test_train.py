@@ -335,8 +335,8 @@ BAD_INPUT = {
         ["--data.name", "mnist", "--data.dir", "{folder}/mnist"],
         "{folder}/mnist/t10k-labels-idx1-ubyte.gz: truncated: got 9 bytes, expected 11",
     ),
-    "unwritable": (["--run.directory", "{folder}/bad.toml/runs"], "{folder}/bad.toml/runs/digits-"),
-    "unwritable /proc": (["--run.directory", "/proc/runs"], "/proc/runs/digits-"),
+    "unwritable": (["--run.directory", "{folder}/bad.toml/runs"], "{folder}/bad.toml/runs/"),
+    "unwritable /proc": (["--run.directory", "/proc/runs"], "/proc/runs/"),
 }
 
 
