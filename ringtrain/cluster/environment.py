@@ -31,7 +31,6 @@ OF_A_SESSION = re.compile(
     r"|(PROMPT|COLOR|TMUX|MODULE|LMOD|BASH|ZSH)[A-Za-z0-9_]*|DEBIAN_FRONTEND|container|which_declare"
     r"|(SSH|SUDO|TERM|WAYLAND|DBUS|GPG|GNOME|GTK|KDE|QT|DESKTOP|SYSTEMD|VSCODE|GIT|CONDA|DEBUGINFOD)_[A-Za-z0-9_]*"
 )
-BIND_NOW = "LD_BIND_NOW"
 """with it, the dynamic linker finds a library's functions when it loads it, not when they are called"""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(
@@ -115,9 +114,6 @@ def settings(job: Job) -> Iterator[Setting]:
         yield Setting(ATTEMPT, job.attempt, "number of this attempt, and exit causes of earlier ones")
     if job.wheel_mpi:
         yield Setting("OPAL_PREFIX", job.wheel_mpi, "where Open MPI finds its files, if no mpirun starts the ranks")
-        if BIND_NOW not in job.environment:
-            because = "Open MPI finds its own functions, also if TensorFlow, which has some of the same names, is there"
-            yield Setting(BIND_NOW, "1", because)
     if job.threads_per_rank:
         for name in THREADS:
             yield Setting(name, str(job.threads_per_rank), "threads of a rank, as asked for (--threads)")

@@ -235,7 +235,9 @@ def velocities(optimizer: Any) -> list[Any]:
 
 def path_of(variable: Any) -> str:
     """Path of a variable of Keras, or name of one of TensorFlow."""
-    return str(getattr(variable, "path", variable.name))
+    if hasattr(variable, "path"):
+        return str(variable.path)
+    return str(variable.name)
 
 
 def layers_of(model: keras.Model) -> list[keras.Layer]:

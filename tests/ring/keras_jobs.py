@@ -390,7 +390,7 @@ def several_steps_per_call() -> None:
     def make() -> keras.Model:
         return compiled(dense(), metrics=["mae"], steps_per_execution=2)
 
-    equals_one_process(make, X, Y, "steps")
+    equals_one_process(make, X, Y, "steps-per-call")
 
 
 @only(np=3)

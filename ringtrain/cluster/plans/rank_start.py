@@ -6,6 +6,7 @@ from ringtrain.cluster.job import Flag, Job, words
 from ringtrain.protocol.env import STARTER
 from ringtrain.protocol.launchers import in_shell
 
+BIND_NOW = "LD_BIND_NOW"
 # Runs a rank's command in the same process, and copies its output; $0: directory, $1: name of the rank's variable.
 # A signal may reach all processes of a rank: the copying ones ignore it and stay until the rank itself has exited.
 SCRIPT = (
@@ -33,9 +34,14 @@ def logged(folder: str, rank_variable: str, reason: str, script: str = SCRIPT) -
 
 
 def reported(job: Job) -> list[Flag]:
-    """Arguments before a rank's command by which it first reports its placement; none if the job is not supervised."""
+    """Arguments before a rank's command: of its linker, and those by which it reports its placement if supervised."""
+    flags = []
+    if job.wheel_mpi and BIND_NOW not in job.environment:
+        # Only for the rank: Slurm's srun, which mpirun starts in an allocation, does not start with it.
+        because = "Open MPI finds its own functions, also if TensorFlow, which has some of the same names, is there"
+        flags.append(words("env", f"{BIND_NOW}=1", because=because))
     if not job.id:
-        return []
+        return flags
     cases, first = [], 0
     for host in job.hosts:
         if host.indices:
@@ -50,4 +56,4 @@ def reported(job: Job) -> list[Flag]:
         script = f'case "{in_shell("rank")}" in {" ".join(cases)} esac; {STARTER}'
     gpus = "shows each rank the GPUs of its host's slots, then " if cases else ""
     because = f"{gpus}reports each rank's placement to ringtrain launch, and becomes the command"
-    return [words("sh", "-c", script, "rank", because=because)]
+    return [*flags, words("sh", "-c", script, "rank", because=because)]
