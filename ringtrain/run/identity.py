@@ -41,9 +41,12 @@ def of_script(model: keras.Model) -> dict[str, str]:
 def of_layers(model: keras.Model) -> dict[str, str]:
     """Settings of Keras' own layers, such as an activation or a regularizer, which shapes of weights do not show."""
     from ringtrain.hvd.keras_patches import layers_of
+    from ringtrain.hvd.model_parallel.columns import is_part
 
     described: dict[str, str] = {}
     for layer in layers_of(model):
+        if is_part(layer):
+            continue  # a run may resume with its model divided or not
         if not type(layer).__module__.startswith("keras.src.layers.") or type(layer).__name__ in WITHOUT_SETTINGS:
             continue
         # What a layer has learned of its data before training may be long, as a vocabulary is.

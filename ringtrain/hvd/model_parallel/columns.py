@@ -142,6 +142,11 @@ class Whole:
             begin = end
 
 
+def is_part(layer: keras.Layer) -> bool:
+    """Whether a layer is a part of a divided one."""
+    return PART.search(f"{layer.name}/") is not None
+
+
 def whole_variables(variables: Sequence[Any]) -> list[Any]:
     """Variables as the undivided model has them: those of parts are joined, in the place of the first."""
     parts_of: dict[Any, list[Any]] = {}
