@@ -26,7 +26,6 @@ from ringtrain.cluster.processes import call, say
 from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.env import JOB
-from ringtrain.protocol.failures import Failure
 from ringtrain.protocol.placement import PlannedPlacement, RankPlacement
 
 ASK_S = 1.0
@@ -277,10 +276,6 @@ class ElasticSupervisor(Supervisor):
 
     def _check_end(self, returncode: int) -> None:
         """Accepts any number of ranks at the end."""
-
-    def _failure_to_end_for(self, now: float) -> Failure | None:
-        """None: the others continue without the rank."""
-        return None
 
     def _agent_host(self, rank: RankPlacement) -> str:
         return next((agent.host for agent in self.agents.members if agent.hostname == rank.host), "")

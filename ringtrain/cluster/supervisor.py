@@ -27,7 +27,6 @@ from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.output import Output
 from ringtrain.cluster.processes import find, say, written_files
 from ringtrain.errors import LaunchError, PlacementError
-from ringtrain.protocol.failures import Failure
 from ringtrain.protocol.placement import RankPlacement, difference
 from ringtrain.protocol.reader import Reader
 
@@ -104,8 +103,6 @@ class Supervisor:
         """arrival of the last signal; time.monotonic()"""
         self._told: list[HostAgent] = []
         """agents that hand the signal on"""
-        self._failed_s = 0.0
-        """time.monotonic() at the first report of a failure; 0: none"""
         self._selector = selectors.DefaultSelector()
         self.agents = HostAgents(job, self._selector, min(options.start_timeout, answer_timeout_s))
         self.plan: Plan | None = None
@@ -206,9 +203,6 @@ class Supervisor:
                 end_at_s = min(end_at_s, self._forward(self._received.pop(0)))
             if now > end_at_s or self._nothing_catches():
                 raise Stopped(self.stopped_by)
-            failure = self._failure_to_end_for(now)
-            if failure:
-                return failure.exit_code
             if now > self._agents_checked_s + CHECK_S:
                 self._agents_checked_s = now
                 self._check_agents()
@@ -334,15 +328,6 @@ class Supervisor:
         """Whether a signal was sent, and all hosts have answered that none of their ranks catches it: none can save."""
         answers = [agent.num_signaled for agent in self._told if not agent.has_exited]
         return bool(answers) and not any(answers)
-
-    def _failure_to_end_for(self, now: float) -> Failure | None:
-        """Failure whose report is older than --grace: its rank, or another one, does not exit."""
-        failure = self.reports.first_failure()
-        if not failure:
-            self._failed_s = 0.0
-            return None
-        self._failed_s = self._failed_s or now
-        return failure if now > self._failed_s + self.options.grace else None
 
     def _agent_host(self, rank: RankPlacement) -> str:
         """Host of the agent that can reach a rank's process; "": this machine."""

@@ -10,6 +10,7 @@ import re
 import socket
 import sys
 import sysconfig
+import threading
 import time
 import traceback
 import zlib
@@ -34,6 +35,7 @@ MAX_LINE = 500
 FOLDERS = "|".join(map(re.escape, [sysconfig.get_path("stdlib"), str(Path(__file__).parents[1])]))
 LIBRARIES = re.compile(rf"({FOLDERS})/|.*/(site|dist)-packages/|<frozen ")
 """files whose frames in a traceback are not the user's"""
+THREADS_S = 8.0
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 _failures: list[BaseException] = []
 
@@ -146,7 +148,10 @@ def ended_well() -> bool:
 
 
 def report_uncaught(rank: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Installs an excepthook that also reports uncaught exceptions of this rank to the launcher, if there is one."""
+    """Installs an excepthook that also reports uncaught exceptions of this rank to the launcher, if there is one.
+
+    Threads of the script that are still running end with the rank, after THREADS_S.
+    """
     if JOB not in environ:
         return
     before, process = getattr(sys.excepthook, "before", sys.excepthook), os.getpid()
@@ -160,10 +165,15 @@ def report_uncaught(rank: int, environ: Mapping[str, str] = os.environ) -> None:
             report_failure(error.with_traceback(trace), rank, exit_code_of(error), with_traceback=True)
         if before is not sys.__excepthook__:
             before(kind, error, trace)
-            return
-        # Line by line: launchers mix parts of lines of several ranks.
-        for line in printed(error).splitlines(keepends=True):
-            sys.stderr.write(line)
+        else:  # line by line: launchers mix parts of lines of several ranks
+            for line in printed(error).splitlines(keepends=True):
+                sys.stderr.write(line)
+        sys.stdout.flush()
+        if os.getpid() == process:
+            # Python waits for threads of the script, and other ranks wait for this one.
+            end = threading.Timer(THREADS_S, os._exit, (exit_code_of(error),))
+            end.daemon = True
+            end.start()
 
     hook.before = before  # type: ignore[attr-defined]
     sys.excepthook = hook
