@@ -19,7 +19,6 @@ host_agent:     a shell script on every host that forwards signals and cleans up
 notices:        commands by which a cloud says that a host is taken away soon
 exit_cause:     why a job ended, and its exit code
 restart:        whether a failed job runs again, when, and on which of its hosts
-standby:        ranks of the next attempt that have loaded TensorFlow and wait
 elastic:        a job whose hosts join and leave
 doctor:         checks every host before a job
 spark:          Spark's executors as hosts

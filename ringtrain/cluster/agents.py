@@ -69,8 +69,6 @@ class HostAgent:
     """of its host, see host_agent.local_networks"""
     num_signaled: int = -1
     """ranks that got a signal since they catch it; -1: not known, or none of its ranks is left"""
-    has_opened: bool | None = None
-    """whether its host's ranks that stand by may go; None: not asked, or no answer yet"""
     reached: str = ""
     """IPv4 address by which ssh reaches its host; "": not known"""
 
@@ -320,8 +318,6 @@ class HostAgents:
             self.noticed.append(agent.name)
         elif kind == "no-notice":
             self.unasked.append(agent.name)
-        elif kind in ("opened", "not-opened"):
-            agent.has_opened = kind == "opened"
         elif kind == "swept":
             agent.cleaned_up = True
         elif kind == "box":

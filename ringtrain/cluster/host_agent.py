@@ -23,7 +23,6 @@ from typing import Any
 
 from ringtrain.protocol import as_main
 from ringtrain.protocol.env import JOB, LEASE
-from ringtrain.protocol.gate import FOLDER
 from ringtrain.protocol.launchers import names
 from ringtrain.protocol.status import STATUS_FILES, STATUS_LENGTH
 
@@ -204,7 +203,6 @@ ask  # before any rank starts here
 echo "{SAYS}ready $(uname -n) $version"
 # Unless all ranks had started, mpirun may start some here until it is killed on its own host.
 least={2 * PATIENCE_S}
-gate=
 # The reader outlives an agent that is killed: what it prints then would be taken for a reason of ssh.
 while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$order"' 2>/dev/null); do
     case $order in
@@ -229,19 +227,10 @@ while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$or
             done
         done
         [ -z "$taken" ] || echo "{SAYS}taken $taken" ;;
-    go*)
-        set -- $order
-        gate={FOLDER}/$2 before=$(killed_for_memory)
-        if (set -C && umask 077 && echo "$3" >"$gate"); then
-            echo "{SAYS}opened"
-        else
-            echo "{SAYS}not-opened"
-        fi ;;
     esac
 done
 sweep
 boxes
-[ -z "$gate" ] || rm -f "$gate"
 [ -z "$alone$met" ] || echo "{SAYS}tensorflow ${{met:-alone}}"
 [ "$(killed_for_memory)" = "$before" ] || echo "{SAYS}memory"
 echo "{SAYS}swept$first"

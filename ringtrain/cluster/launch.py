@@ -31,7 +31,6 @@ from ringtrain.cluster.hosts import Host, parse_hosts, read_hostfile, select, ta
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.launch_options import IN_KUBERNETES, LaunchOptions
 from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, openmpi, slurm, trainjob
-from ringtrain.cluster.standby import Standby
 from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
@@ -166,11 +165,6 @@ def with_tuned(options: LaunchOptions) -> LaunchOptions:
 
 def run_attempts(work: Launch) -> int:
     """Runs a job, restarts it as the options say, and returns the exit code of its last attempt."""
-    with Standby(work.planner, work.options) as standby:
-        return _run_attempts(work, standby)
-
-
-def _run_attempts(work: Launch, standby: Standby) -> int:
     options, answer_timeout_s = work.options, float("inf")
     restarts = restart.Restarts(work.hosts, work.num_ranks, options)
     job = uuid.uuid4().hex
@@ -178,9 +172,7 @@ def _run_attempts(work: Launch, standby: Standby) -> int:
     while True:
         used = restarts.hosts
         now = work.job_on(used, attempt, restarts.num_ranks)
-        supervised = standby.begin(now) or work.supervisor(now, options, answer_timeout_s)
-        if options.standby and len(restarts.results) < options.max_restarts:
-            standby.follow(supervised, now)
+        supervised = work.supervisor(now, options, answer_timeout_s)
         try:
             result = supervisor.run(supervised, work.planner)
         except HostsLost as lost:

@@ -169,8 +169,6 @@ class RestartOptions:
 
     max_restarts: Annotated[int, N, AT_LEAST_0] = 0
     """restart it up to N times, from its newest checkpoint"""
-    standby: bool = False
-    """keep the next attempt's ranks waiting with TensorFlow loaded: a restart takes less time, the hosts more memory"""
     restart_on: Annotated[str, Argument("REGEX")] = ""
     """restart on any failure whose message matches"""
     give_up_on: Annotated[str, Argument("REGEX")] = ""
@@ -284,8 +282,6 @@ class LaunchOptions(
                 f"got --max-restarts with --launcher {self.launcher}, which submits the job and does not supervise it:"
                 f" leave it out; Slurm's --requeue and Kubernetes' backoffLimit do the same there"
             )
-        if self.standby:
-            self._check_standby()
         if not self.elastic:
             return
         if self.launcher not in ("mpirun", "horovodrun-gloo"):
@@ -296,20 +292,6 @@ class LaunchOptions(
             raise LaunchError("got --timeline with --elastic, whose ranks join and leave: leave it out")
         if self.ps or self.workers:
             raise LaunchError("got --ps or --workers with --elastic, whose ranks are all alike: leave them out")
-
-    def _check_standby(self) -> None:
-        if not self.max_restarts:
-            raise LaunchError("got --standby without restarts, expected --max-restarts N with it")
-        if self.elastic:
-            raise LaunchError("got --standby with --elastic, whose other ranks go on: leave it out")
-        if not self.started_by.over_ssh:
-            raise LaunchError(f"got --standby with --launcher {self.launcher}, which has no slots for ranks that wait")
-        if self.output:
-            raise LaunchError("got --standby with --output, whose logs the waiting ranks would replace: leave one out")
-        try:
-            as_main.place_of_script(self.command)
-        except ValueError as error:
-            raise LaunchError(f"{error}, with --standby") from None
 
     def _with_roles(self) -> LaunchOptions:
         if self.launcher in ("horovodrun-gloo", "spark"):

@@ -48,7 +48,6 @@ class Output:
         """lines of ranks that have failed"""
         self._first_rank = -1
         """the first whose traceback is shown; -1: none"""
-        self.is_silent = False
         self._lines = Lines(MARK.encode())
         self._line_is_open = False
         self._block: list[bytes] = []
@@ -89,8 +88,6 @@ class Output:
             self.show_block()
 
     def show(self, raw: bytes) -> None:
-        if self.is_silent:
-            return
         write(raw)
         self._line_is_open = not raw.endswith(b"\n")
 

@@ -50,7 +50,7 @@ def run(supervisor: Supervisor, planner: Callable[[Job], Plan]) -> JobResult:
     with supervisor:
         code, lost = 0, None
         try:
-            plan = supervisor.plan or supervisor.ready(planner)
+            plan = supervisor.ready(planner)
             try:
                 code = supervisor.supervise(plan)
             except HostsLost as error:
@@ -105,12 +105,6 @@ class Supervisor:
         """agents that hand the signal on"""
         self._selector = selectors.DefaultSelector()
         self.agents = HostAgents(job, self._selector, min(options.start_timeout, answer_timeout_s))
-        self.plan: Plan | None = None
-        """with which its command was started before `supervise`: see standby.py"""
-        self.when_initialized: Callable[[], None] = lambda: None
-        """called again and again, once a rank has called hvd.init()"""
-        self.when_stopped: Callable[[], None] = lambda: None
-        """called before the clean-up of a job that a signal has stopped"""
         self._process: subprocess.Popen[bytes] | None = None
         self._files = contextlib.ExitStack()
         """of the plan, while it runs"""
@@ -193,7 +187,7 @@ class Supervisor:
 
     def supervise(self, plan: Plan) -> int:
         """Runs the launcher's command to its end, and returns its code as in subprocess."""
-        process = self._process or self._start(plan)
+        process = self._start(plan)
         began_s, end_at_s = time.monotonic(), float("inf")
         while process.poll() is None:
             self._poll()
@@ -207,8 +201,6 @@ class Supervisor:
                 self._agents_checked_s = now
                 self._check_agents()
             self._check_start(began_s)
-            if self.reports.initialized:
-                self.when_initialized()
         stream: Any = process.stderr
         self.output.drain(stream.fileno())
         self._check_end(process.returncode)
@@ -364,8 +356,6 @@ class Supervisor:
 
     def end(self) -> None:
         """Cleans up on every host that answers; may be called again."""
-        if self.stopped_by:
-            self.when_stopped()
         if self._process and self._process.poll() is None and not self.over_ssh:
             self._process.terminate()  # a scheduler's launcher then ends its ranks
             with contextlib.suppress(subprocess.TimeoutExpired):

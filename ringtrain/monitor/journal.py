@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.errors import exit_code_of
-from ringtrain.protocol.env import BEGUN
 from ringtrain.protocol.json_text import INVALID, parse_json
 
 # "training": the first step after a start is done; "time": nothing but where time went; "fault": injected by --chaos.
@@ -47,8 +46,7 @@ class Stages:
     def __init__(self) -> None:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-        begun_s = os.environ.pop(BEGUN, "")  # of a rank that has stood by
-        self.moments = {"process": float(begun_s) if begun_s else time.time() - age_s, "python": time.time()}
+        self.moments = {"process": time.time() - age_s, "python": time.time()}
 
     def done(self, name: str) -> None:
         self.moments[name] = time.time()

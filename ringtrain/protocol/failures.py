@@ -29,7 +29,6 @@ CONSEQUENCE = re.compile(
 )
 REDUCING = "call ringtrain.fit in place of model.fit, or compile with ringtrain.hvd.DistributedOptimizer(optimizer)"
 """advice for ranks that train models of their own"""
-READ_WHEN_LOADED = re.compile("(TF_(?!CONFIG|NUM_)|XLA_|KERAS_|KMP_|OMP_|MKL_|OPENBLAS_|CUDA_(?!VISIBLE))[A-Z0-9_]*")
 MAX_LINE = 500
 """characters of a line that is printed last"""
 FOLDERS = "|".join(map(re.escape, [sysconfig.get_path("stdlib"), str(Path(__file__).parents[1])]))
@@ -198,24 +197,9 @@ def report_process(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def report_init(rank: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Reports that this rank has called hvd.init(), and the variables that its script has set before."""
-    job = environ.get(JOB)
-    if not job:
-        return
-    changed = changed_variables(environ)
-    if changed:
-        text = base64.b64encode(json.dumps(changed).encode()).decode()
-        _write([f"{MARK}:{job}:variables:{text}:"])
-    _write([f"{MARK}:{job}:init:{rank}"], times=1)
-
-
-def changed_variables(environ: Mapping[str, str], start: Path = Path("/proc/self/environ")) -> dict[str, str]:
-    """Variables that TensorFlow and Keras read when they are loaded, and that this process did not start with."""
-    with contextlib.suppress(OSError):
-        given = {*start.read_bytes().decode(errors="replace").split("\0")}
-        changed = {name: value for name, value in environ.items() if f"{name}={value}" not in given}
-        return {name: value for name, value in changed.items() if READ_WHEN_LOADED.fullmatch(name)}
-    return {}
+    """Reports that this rank has called hvd.init()."""
+    if environ.get(JOB):
+        _write([f"{MARK}:{environ[JOB]}:init:{rank}"], times=1)
 
 
 def report_no_init(environ: Mapping[str, str] = os.environ) -> None:

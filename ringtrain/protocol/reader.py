@@ -8,7 +8,7 @@ import time
 import zlib
 
 from ringtrain.protocol.env import MARK
-from ringtrain.protocol.failures import READ_WHEN_LOADED, Failure
+from ringtrain.protocol.failures import Failure
 from ringtrain.protocol.json_text import INVALID, parse_json
 from ringtrain.protocol.placement import RankPlacement
 
@@ -81,8 +81,6 @@ class Reader:
         self.run_name = ""  # until rank 0 has reported it
         self.initialized = False  # a rank has called hvd.init()
         self.not_initialized = False  # a process has imported ringtrain.hvd, and exited without hvd.init()
-        self.variables: dict[str, str] = {}  # that the script has set, and TensorFlow reads when it is loaded
-        self._differing: set[str] = set()
         self.weights: dict[int, str] = {}  # checksum, of ranks that have trained by themselves
         self.left: list[int] = []  # ranks that have exited by themselves, in order
         self.cut: dict[int, int] = {}  # ranks whose ssh was killed, with the signal
@@ -112,9 +110,6 @@ class Reader:
                 self._pieces.clear()
             elif kind == "run" and rest.endswith(":"):
                 self.run_name = base64.b64decode(rest[:-1], validate=True).decode()
-            elif kind == "variables" and rest.endswith(":"):
-                given = parse_json(base64.b64decode(rest[:-1], validate=True))
-                self._take_variables({str(name): str(value) for name, value in given.items()})
             elif kind in ("init", "no-init") and rest.isdecimal():
                 self.initialized |= kind == "init"
                 self.not_initialized |= kind == "no-init"
@@ -134,17 +129,6 @@ class Reader:
         except (*INVALID, zlib.error):
             pass  # an incomplete report
         return True
-
-    def _take_variables(self, given: dict[str, str]) -> None:
-        """Adds a rank's variables; those that differ between ranks are none."""
-        # Again here: a host may report anything, and these reach the launcher's own environment.
-        for name, value in given.items():
-            if not READ_WHEN_LOADED.fullmatch(name) or "\0" in value:
-                continue
-            if self.variables.setdefault(name, value) != value:
-                self._differing.add(name)
-        for name in self._differing:
-            self.variables.pop(name, None)
 
     def _take_piece(self, rank: str, number: str, text: str) -> None:
         pieces = self._pieces.setdefault(_count(rank), {})

@@ -364,65 +364,6 @@ def test_an_error_for_a_person_is_one_line_and_exit_code_2(launch, tmp_path: Pat
     assert re.fullmatch(r"ringtrain: rank \d on \S+ failed first: DataError: [^\n]*\n", stderr)
 
 
-STOOD_BY = """
-import json, os, signal, sys, time
-from pathlib import Path
-os.environ["TF_SET_BY_THIS_SCRIPT"] = "1"
-from ringtrain import hvd
-from ringtrain.protocol.attempt import Attempt
-hvd.init()
-folder, attempt = Path(sys.argv[1]), Attempt.from_environment()
-facts = {
-    "stood_by": "ringtrain.standby" in sys.orig_argv,
-    "had_variable": b"TF_SET_BY_THIS_SCRIPT=1" in Path("/proc/self/environ").read_bytes(),
-    "as_python": [__name__, __file__, sys.argv, sys.path[0], "__main__" in sys.modules],
-    "causes": attempt.causes,
-}
-(folder / f"{attempt.number}-{hvd.rank()}").write_text(json.dumps(facts))
-own_job = f"RINGTRAIN_JOB={os.environ['RINGTRAIN_JOB']}"
-def stands_by(process):
-    texts = [process.joinpath(name).read_bytes().decode() for name in ("cmdline", "environ", "maps")]
-    line, environ, maps = texts
-    return "ringtrain.standby" in line and str(folder) in line and own_job not in environ and "libtensorflow" in maps
-while hvd.rank() == 1 and attempt.number < 2:
-    waiting = []
-    for process in Path("/proc").glob("[1-9]*"):
-        try:
-            waiting += [int(process.name)] * stands_by(process)
-        except OSError:
-            pass
-    if len(waiting) == 2:
-        if attempt.number == 1:
-            os.kill(waiting[0], signal.SIGKILL)
-            time.sleep(2)
-        os._exit(3)
-    time.sleep(0.2)
-hvd.allreduce([1.0], name="end")
-"""
-
-
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun-gloo"])
-def test_a_restart_takes_the_ranks_that_stand_by_if_they_live(launch, tmp_path: Path, launcher: str) -> None:
-    """The second start's ranks have stood by; those for the third are killed before, and it starts its own."""
-    script, folder = tmp_path / "own.py", tmp_path / "facts"
-    script.write_text(STOOD_BY)
-    folder.mkdir()
-    options = ["--max-restarts", "3", "--standby", "--restart-on", "exited first"]
-    started = launch(*ringtrain(*options, "--", sys.executable, script, folder, launcher=launcher))
-    code, stderr = started.end()
-    assert code == 0, stderr
-    assert started.left() == {}
-    facts = {path.name: json.loads(path.read_text()) for path in folder.iterdir()}
-    assert sorted(facts) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
-    stood_by = {name for name, fact in facts.items() if fact["stood_by"]}
-    assert stood_by == {"1-0", "1-1"}
-    as_python = ["__main__", str(script), [str(script), str(folder)], str(tmp_path), True]
-    assert [fact["as_python"] for fact in facts.values()] == [as_python] * 6
-    assert {name for name, fact in facts.items() if fact["had_variable"]} == stood_by
-    assert [len(facts[f"{attempt}-0"]["causes"]) for attempt in range(3)] == [0, 1, 2]
-    assert stderr.count("ringtrain-report") == 0
-
-
 # ---- signals, and what is left ------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,6 @@ These are models by observed behavior, not the programs themselves:
 - mpirun starts a daemon on each host, and the ranks once all daemons have answered. It names the first rank that fails,
   gives the others SIGTERM and the grace, and exits with that rank's code. It hangs, or loses a host: then it exits with
   205, or with 0 as Open MPI 5 does. Where it is killed, its daemons end their ranks, or leave them.
-- Ranks that stand by report their placement, and run their script once the agent of their host opens the gate. Some
-  hosts cannot.
 - A rank reports its placement and its failure by the production code of ringtrain.protocol.failures. If another one
   fails, it may fail by a follow-up error, which may arrive first.
 """
@@ -34,9 +32,8 @@ from simulation.world import World
 
 from ringtrain.cluster.host_agent import ALIVE_COUNT, ALIVE_S, BEAT_S, LEASE_S, PATIENCE_S, SAYS
 from ringtrain.cluster.job import Job
-from ringtrain.protocol.env import GATE, MARK
+from ringtrain.protocol.env import MARK
 from ringtrain.protocol.failures import Failure
-from ringtrain.protocol.gate import LOOK_S
 
 KEEP_ALIVE_S = ALIVE_S * ALIVE_COUNT
 MPIRUN_KEEP_ALIVE_S = 8.0
@@ -408,8 +405,6 @@ class Agent:
                 self.sweep(order or "end of input")
             elif order == "beat":
                 self._ask()
-            elif order.startswith("go "):
-                self._open()
             else:
                 self._signal(str(order))
         self._num_waits += 1
@@ -424,23 +419,6 @@ class Agent:
         if self._is_asking and self.machine.is_noticed:
             self._is_asking = False
             self._say("notice")
-
-    def _open(self) -> None:
-        """Lets the ranks of this host that stand by begin, or cannot."""
-        draw = self.machine.world.random
-        can_open = draw.random() >= self.cluster.closed_gate_rate and self.cluster.on_open(self.machine)
-
-        def act() -> None:
-            self.is_busy = False
-            self.machine.note("its gate opens" if can_open else "its gate stays closed")
-            for rank in [rank for rank in self.machine.ranks if rank.job.id == self.job.id]:
-                if can_open:
-                    self.machine.later(draw.uniform(0, LOOK_S), rank.pass_gate)
-            self._say("opened" if can_open else "not-opened")
-            self._next()
-
-        self.is_busy = True
-        self.machine.later(draw.uniform(0.01, 0.3), lambda: act() if self.is_alive else None)
 
     def _signal(self, order: str) -> None:
         _, number, *pairs = order.split()
@@ -512,7 +490,6 @@ class Rank:
         self.cluster, self.job, self.mpirun = daemon.mpirun.cluster, daemon.mpirun.job, daemon.mpirun
         self.pid = next(self.cluster.numbers)
         self.is_alive, self.is_started, self.is_hanging = True, False, False
-        self.is_waiting = False
         """It stands by."""
         self.exit_code: int | None = None
         self.failure = ""
@@ -544,10 +521,6 @@ class Rank:
     def begin(self) -> None:
         if not self.is_alive:
             return
-        if self.mpirun.is_standby:
-            self._report_placement()
-            self.is_waiting = True
-            return
         fault = self.cluster.starting_fault(self)
         if fault == "hangs":
             self.failure, self.is_hanging = "hangs while it starts", True
@@ -562,17 +535,10 @@ class Rank:
         size, host = self.job.num_ranks, self.machine.name
         self.say(f"{MARK}:{self.job.id}:seat:{self.number}:{size}::{self.pid}:{host}")
 
-    def pass_gate(self) -> None:
-        if self.is_alive and self.is_waiting:
-            self.is_waiting = False
-            self._work()
-
     def _work(self) -> None:
         world = self.machine.world
         self.is_started, self.step, self.began_s = True, 0, world.now_s
         self.cluster.on_work(self)
-        if self.cluster.reports_init:
-            self.machine.later(0.5, lambda: self.is_alive and self.say(f"{MARK}:{self.job.id}:init:{self.number}"))
         self.machine.later(self.mpirun.work_s + world.random.uniform(0, 1), self._finish)
 
     def _finish(self) -> None:
@@ -687,22 +653,15 @@ class Mpirun(Process):
         self.ended: set[int] = set()
         self.lost: list[Machine] = []
         self.launch_s = -1.0
-        self.is_standby = GATE in job.environment
-        """Its ranks wait until their attempt begins."""
-        if not self.is_standby:
-            self.begins()
+        self.index = len(self.cluster.attempts)
+        self.cluster.mpirun = self
+        self.cluster.attempts.append(self)
         numbers = iter(range(job.num_ranks))
         for host in job.hosts:
             machine = cluster.machines[host.name]
             daemon = Daemon(self, machine, list(itertools.islice(numbers, host.slots)))
             self.daemons.append(daemon)
             self._start(daemon, self.world.now_s + draw.uniform(0.05, 1.5), self.world.now_s + 10.0)
-
-    def begins(self) -> None:
-        """It is that of an attempt."""
-        self.index = len(self.cluster.attempts)
-        self.cluster.mpirun = self
-        self.cluster.attempts.append(self)
 
     def _start(self, daemon: Daemon, time_s: float, until_s: float) -> None:
         def arrive() -> None:
@@ -727,8 +686,7 @@ class Mpirun(Process):
             daemon.is_connected = True
             if all(other.is_connected for other in self.daemons):
                 self.launch_s = self.world.now_s
-                if not self.is_standby:
-                    self.cluster.on_launch(self)
+                self.cluster.on_launch(self)
                 for other in self.daemons:
                     other.down.put("launch")
         elif kind == "line":
@@ -829,10 +787,6 @@ class Cluster:
         self.on_rank_start: Callable[[Rank], None]
         self.on_kill: Callable[[Rank], None]
         self.on_work: Callable[[Rank], None]
-        self.on_open: Callable[[Machine], bool] = lambda machine: True
-        """called when a host is to open its gate; returns whether it can"""
-        self.reports_init = False
-        self.closed_gate_rate = 0.0
 
     def popen(self, argv: Sequence[str], **_: Any) -> Process:
         if argv[0] == "mpirun":
@@ -877,9 +831,6 @@ class Cluster:
         if self.mpirun and draw.random() < self.lost_rate:
             mpirun = self.mpirun
             check(lambda: mpirun.lose(machine), MPIRUN_KEEP_ALIVE_S + draw.uniform(0.0, 4.0))
-        for waiting in [one for one in self.processes if isinstance(one, Mpirun) and one is not self.mpirun]:
-            if waiting.is_standby and waiting.returncode is None:
-                check(partial(waiting.lose, machine), MPIRUN_KEEP_ALIVE_S + draw.uniform(0.0, 4.0))
 
     def starting_fault(self, rank: Rank) -> str:
         return self.starting_faults.popleft() if self.starting_faults else ""

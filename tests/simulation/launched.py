@@ -1,6 +1,6 @@
 """A launcher on hosts that die, freeze and lose their network, with signals at any moment: what must hold.
 
-The production code is that of the launcher: supervisor.py, agents.py, exit_cause.py, output.py, restart.py, standby.py,
+The production code is that of the launcher: supervisor.py, agents.py, exit_cause.py, output.py, restart.py,
 the loop of attempts in launch.py, and the reports of ranks with their reader. What it starts (ssh, agents, mpirun,
 ranks) is modeled in cluster.py.
 
@@ -18,7 +18,6 @@ import selectors
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,7 +25,7 @@ from unittest import mock
 from simulation.cluster import KEEP_ALIVE_S, SWEEP_S, Cluster, Machine, Mpirun, Os, Rank, Selector
 from simulation.world import World, in_place
 
-from ringtrain.cluster import agents, launch, output, processes, standby, supervisor
+from ringtrain.cluster import agents, launch, output, processes, supervisor
 from ringtrain.cluster.exit_cause import JobResult
 from ringtrain.cluster.host_agent import BEAT_S, LEASE_S
 from ringtrain.cluster.hosts import Host as Slots
@@ -52,7 +51,6 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGTERM twice", "SIGINT tw
 STARTING = ("starting hangs", "starting exit 3", "starting exit 0", "starting exit -9")
 THEN = ("then SIGTERM", "then SIGINT", "then cut", "then freeze", "then agent", "then die", "then launcher killed")
 """at the next clean-up, or up to 8 s after its beginning"""
-WITH_STANDBY = ("cut", "freeze", "then cut", "then freeze", "agent", "SIGTERM", "then die", "notice")
 KINDS = (*FAULTS_OF_HOSTS, *FAULTS_OF_RANKS, *FAULTS_OF_LAUNCHER, *SIGNALS, *STARTING, *THEN)
 
 
@@ -61,10 +59,6 @@ class Run:
 
     was_interrupted = False
     """It got SIGINT while it supervised nothing."""
-    begun: Any = None
-    """supervisor of ranks that stood by, and have begun"""
-    standing_by: Sequence[Any] = ()
-    """supervisors of ranks that stand by, and are given up"""
 
     def __init__(self, world: World, num_hosts: int) -> None:
         draw = world.random
@@ -219,8 +213,6 @@ class Run:
 
     def on_launch(self, mpirun: Mpirun) -> None:
         """Ranks of an attempt start: those of earlier ones are gone, but where the clean-up was not confirmed."""
-        for waiting in self.standing_by:
-            self._check_gate(waiting)
         for earlier, result in self.results:
             for rank in earlier.ranks.values() if earlier else ():
                 machine = rank.machine
@@ -232,27 +224,12 @@ class Run:
                 if machine.name not in result.not_cleaned_up:
                     self.violated(f"rank {rank.number} of an earlier attempt runs on {machine.name}, which was cleaned")
 
-    def _check_gate(self, waiting: Any) -> None:
-        """Of ranks that stood by and have begun, although not all could, rank 0 runs no more."""
-        for rank in waiting._process.ranks.values() if waiting._process else ():
-            host = rank.machine.host
-            is_running = rank.is_alive and rank.is_started and not (host.is_dead or rank.is_late)
-            is_abandoned = rank.machine.lost_agent_s < float("inf")
-            if rank.number == 0 and is_running and host.frozen_until_s <= self.world.now_s and not is_abandoned:
-                self.violated(f"rank 0 that stood by runs on {rank.machine.name}, and the next attempt starts")
-
     def on_work(self, rank: Rank) -> None:
         """A rank runs its script: none of another attempt does, where it could have been ended."""
         for other in [other for machine in self.all_machines() for other in machine.ranks]:
             if other.mpirun is not rank.mpirun and other.is_started and self._is_sure(other) and self._is_sure(rank):
                 where = f"{other.machine.name} and {rank.machine.name}"
                 self.violated(f"ranks of two attempts run their script: on {where}")
-
-    def check_begun(self, mpirun: Mpirun) -> None:
-        """No rank stands by any more."""
-        for rank in mpirun.ranks.values():
-            if rank.is_alive and rank.is_waiting and rank.machine.is_reachable and mpirun.returncode is None:
-                self.violated(f"rank {rank.number} stands by, although its attempt has begun")
 
     def _is_sure(self, rank: Rank) -> bool:
         """Whether a rank would have been ended by an order to clean up."""
@@ -281,8 +258,6 @@ class Run:
             is_sure = machine.trouble_s < self.end_s and self.here.trouble_s < self.end_s
             if any(machine.name in result.not_cleaned_up for _, result in self.results):
                 is_sure = False  # until its lease has expired
-            if any(machine.name in waiting.lost_hosts for waiting in self.standing_by):
-                is_sure = False
             was_ended = self.was_killed or self.was_interrupted
             if when == "at its end" and (machine.lost_agent_s < float("inf") or was_ended):
                 is_sure = False
@@ -299,8 +274,7 @@ class Run:
             # Nothing is left there that could clean up, if no second agent could connect.
             is_abandoned = machine.lost_agent_s < float("inf")
             has_had_time = machine.host.frozen_until_s + LEFT_S < self.world.now_s
-            given_up = [waiting._process for waiting in self.standing_by] if is_abandoned else []
-            left = [rank.number for rank in machine.ranks if not (rank.is_late or rank.mpirun in given_up)]
+            left = [rank.number for rank in machine.ranks if not rank.is_late]
             had_trouble = machine.trouble_s >= self.attempt_s or machine.name in not_connected
             if left and has_had_time and not (is_abandoned and had_trouble):
                 self.violated(f"ranks {left[:5]} are left on {machine.name} after its lease")
@@ -607,23 +581,6 @@ def disturb(run: Run, kinds: Sequence[str] | None = None) -> None:
         world.at(time_s, lambda kind=kind: act(run, kind))  # type: ignore[misc]
 
 
-def stand_by(run: Run, kinds: Sequence[str] | None = None) -> None:
-    """The same with ranks that stand by for each restart."""
-    draw = run.world.random
-    options = {"standby": True, "max_restarts": draw.choice([1, 3]), "command": ("python", "own.py")}
-    for name, value in {**options, "keep_hosts": draw.random() < 0.7, "start_timeout": 60.0}.items():
-        object.__setattr__(run.options, name, value)
-    disturb(run, kinds if kinds or draw.random() < 0.3 else draw.sample(WITH_STANDBY, 2))
-    run.cluster.late_rate = run.cluster.refused_rate = run.cluster.closed_rate = run.cluster.hang_rate = 0.0
-    run.cluster.reports_init, run.cluster.work_s = True, 200.0
-    run.cluster.closed_gate_rate = draw.choice([0.0, 0.0, 0.2])
-    for _ in range(draw.randint(1, 2)):
-        kind = draw.choice(["killed", "exit", "exception"])
-        run.world.at(draw.uniform(15.0, 120.0), lambda kind=kind: act(run, kind))  # type: ignore[misc]
-        if draw.random() < 0.5:
-            run.then.append(draw.choice(["cut", "freeze", "agent", "die", "SIGTERM"]))
-
-
 def simulate(seed: int, num_hosts: int = 0, is_traced: bool = False, directed: Callable[[Run], None] = disturb) -> Run:
     """One schedule; what was violated first is in the run's `violation`. num_hosts 0: 2 to 6, drawn."""
     world = World(seed, is_traced)
@@ -682,10 +639,6 @@ def of_production(run: Run) -> Iterator[None]:
 
     def and_measure(self: Any) -> None:
         began_s = world.now_s
-        if isinstance(self, standby.WaitingRanks) and self is not run.begun:
-            run.standing_by = (*run.standing_by, self)
-            end(self)
-            return
         if not self._over.is_set():
             run.end_s = began_s
             run.on_clean_up()
@@ -694,11 +647,6 @@ def of_production(run: Run) -> Iterator[None]:
 
     def and_record(supervised: Any, planner: Any) -> JobResult:
         num_attempts, run.attempt_s = len(cluster.attempts), world.now_s
-        if isinstance(supervised, standby.WaitingRanks):
-            run.attempt_s -= standby.OPEN_S  # its hosts open their gates from then on
-            run.begun = supervised
-            supervised._process.begins()
-            world.at(world.now_s + SLACK_S, partial(run.check_begun, supervised._process))
         result = run_one(supervised, planner)
         mpirun = cluster.attempts[-1] if len(cluster.attempts) > num_attempts else None
         run.results.append((mpirun, result))
@@ -706,7 +654,7 @@ def of_production(run: Run) -> Iterator[None]:
         return result
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(in_place(world, supervisor, agents, output, launch, reader, standby))
+        stack.enter_context(in_place(world, supervisor, agents, output, launch, reader))
         for module, name, value in [
             *((module, "os", Os(cluster)) for module in (supervisor, agents, output, processes)),
             *((module, "subprocess", of_processes) for module in (supervisor, agents)),
@@ -714,8 +662,7 @@ def of_production(run: Run) -> Iterator[None]:
             (supervisor, "signal", _Signal(run)),
             (supervisor, "find", lambda *_: ""),
             (agents, "raise_limits", lambda: None),
-            *((module, "uuid", of_uuids) for module in (launch, standby)),
-            (standby, "secrets", SimpleNamespace(token_hex=lambda size: "secret")),
+            (launch, "uuid", of_uuids),
             (supervisor.Supervisor, "supervise", and_watch),
             (supervisor.Supervisor, "end", and_measure),
             (supervisor, "run", and_record),

@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from simulation.launched import disturb, simulate, stand_by
+from simulation.launched import disturb, simulate
 from simulation.planted import Defect, seeds_to_find, text
 
-from ringtrain.cluster import agents, exit_cause, restart, standby, supervisor
-from ringtrain.cluster.standby import Standby, WaitingRanks
+from ringtrain.cluster import agents, exit_cause, restart, supervisor
 from ringtrain.protocol import failures, reader
 
 
@@ -56,10 +55,6 @@ DEFECTS = {
     "a killed agent is not replaced": text(HostAgents, "end", ("self.start_second(host)", "pass")),
     "an agent killed in the clean-up is not replaced": Defect(HostAgents, "replace_killed", nothing),
     "a second agent that connects slowly is ended": text(HostAgents, "drop", ("if not agent.is_second:", "if True:")),
-    "ranks that stood by run beside the next attempt's": text(Standby, "begin", ("if waiting.was_told:", "if False:")),
-    "ranks that stand by are ended after the job": text(
-        Standby, "follow", ("supervised.when_stopped = self.give_up", "pass")
-    ),
     "the exit code of a follow-up error": text(
         exit_cause, "decide", ("code or failure.exit_code", "failure.exit_code")
     ),
@@ -87,20 +82,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 """faults among which a few schedules find a defect; the others are found among all"""
 
 
-OF_STANDBY = {
-    "a gate that some hosts have not opened counts": text(
-        WaitingRanks, "begin", ("return all(agent.has_opened for agent in self.agents.members)", "return True")
-    ),
-    "ranks that stand by are not ended": Defect(standby, "_end", nothing),
-}
-"""with which ranks stand by"""
-DEFECTS |= OF_STANDBY
-
-
 def schedules_to_find(name: str, first: int, count: int) -> int:
     """Number of schedules until the defect is found; 0: not within `count`."""
-    if name in OF_STANDBY:
-        return seeds_to_find(DEFECTS[name], partial(simulate, directed=stand_by), first, count)
     return seeds_to_find(
         DEFECTS[name], partial(simulate, directed=partial(disturb, kinds=KINDS.get(name))), first, count
     )

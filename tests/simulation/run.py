@@ -30,12 +30,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1, help="number of schedules")
     parser.add_argument("--minutes", type=float, help="in place of a number of schedules")
     parser.add_argument("--hosts", type=int, help="of a launched job; default: 2 to 6")
-    parser.add_argument("--standby", action="store_true", help="launched jobs have ranks that stand by")
     parser.add_argument("--trace", action="store_true", help="print what happens")
     options = parser.parse_args()
     simulate = importlib.import_module(f"simulation.{options.scenario}").simulate
-    if options.standby:
-        simulate = partial(simulate, directed=importlib.import_module("simulation.launched").stand_by)
     if options.hosts:
         simulate = partial(simulate, num_hosts=options.hosts)
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from simulation.cluster import Machine
-from simulation.launched import Run, disturb, fail_host, simulate, stand_by
+from simulation.launched import Run, disturb, fail_host, simulate
 from simulation.launcher_defects import DEFECTS, schedules_to_find
 from simulation.transitions import never, taken
 
-NUM_SCHEDULES, NUM_WITH_STANDBY = 200, 100
+NUM_SCHEDULES = 300
 FIRST_SEEDS = {
     "the last failure is reported": 80,
     "a restart does not wait for a lost rank 0": 1,
@@ -35,9 +35,6 @@ def test_what_must_hold_does_and_every_transition_is_taken() -> None:
     counts: Counter[str] = Counter()
     for seed in range(NUM_SCHEDULES):
         counts += taken(check(seed))
-    for seed in range(NUM_WITH_STANDBY):
-        counts += taken(check(seed, directed=stand_by))
-    counts += taken(check(225, directed=stand_by))
     for directed in (own_agent_killed, interrupted_before_a_restart):
         counts += taken(check(1, num_hosts=4, directed=directed))
     assert never(counts) == []
@@ -208,40 +205,6 @@ def _first_rank(run: Run) -> Any:
     return run.cluster.mpirun.ranks[0]
 
 
-def with_standby(run: Run) -> None:
-    """Ranks that stand by, and one that is killed once they do."""
-    calm(run, standby=True, max_restarts=3, keep_hosts=True, command=("python", "own.py"))
-    run.cluster.reports_init = True
-
-    when_ranks_run(run, lambda: _first_rank(run).fail("killed", -signal.SIGKILL), after_s=40.0)
-
-
-def gate_of_some_hosts(run: Run) -> None:
-    """Rank 0's host opens the gate and is cut off, and another one cannot open it: ranks of both would run."""
-    with_standby(run)
-    first = run.cluster.machines["host1"]
-
-    def opens(machine: Machine) -> bool:
-        if machine is first:
-            run.world.at(run.world.now_s + 0.001, lambda: first.cut(["to", "from"], 60.0))
-        return machine is first
-
-    run.cluster.on_open = opens
-
-
-def stopped_with_standby(run: Run) -> None:
-    """SIGTERM and a lost host: the job and the ranks that stand by are ended at the same time."""
-    with_standby(run)
-
-    def stop() -> None:
-        second(run).die()
-        run.faults.append((run.world.now_s, "die"))
-        run.signal(signal.SIGTERM)
-        run.signal(signal.SIGTERM)
-
-    when_ranks_run(run, stop, after_s=15.0)
-
-
 SCHEDULES: dict[str, tuple[Callable[[Run], None], str]] = {
     "stopped while ranks start": (stopped_while_ranks_start, "mpirun starts ranks where agents have cleaned up"),
     "killed while ranks start": (killed_while_ranks_start, ""),
@@ -256,8 +219,6 @@ SCHEDULES: dict[str, tuple[Callable[[Run], None], str]] = {
         agent_killed_where_ssh_is_slow,
         "a second agent that connects slowly is ended",
     ),
-    "a gate that some hosts open": (gate_of_some_hosts, "ranks that stood by run beside the next attempt's"),
-    "stopped with ranks that stand by": (stopped_with_standby, "ranks that stand by are ended after the job"),
     "a daemon of a frozen host": (daemon_of_a_frozen_host, "exit code 0 after a lost daemon"),
 }
 

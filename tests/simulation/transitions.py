@@ -88,10 +88,6 @@ LAUNCHED: dict[str, Callable[[Any], int]] = {
     "interrupted between attempts": lambda run: run.was_interrupted,
     "a host does not confirm its clean-up": lambda run: any(result.not_cleaned_up for _, result in run.results),
     "the launcher is killed": lambda run: run.was_killed,
-    "ranks that stood by begin": lambda run: run.begun is not None,
-    "ranks that stood by are given up": lambda run: len(run.standing_by),
-    "ranks that stood by could not all begin": lambda run: any(one.was_told for one in run.standing_by),
-    "no ranks could stand by": printed("no ranks stand by"),
 }
 
 
