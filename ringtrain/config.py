@@ -230,9 +230,6 @@ class CheckpointConfig:
     """steps between two checkpoints within an epoch; 0: none"""
     every_minutes: Annotated[float, rule.FINITE] = 0.0
     """minutes between two checkpoints, rounded up to the next agreement (health.agree_every_steps); 0: none"""
-    memory_every_steps: Annotated[int, AT_LEAST_0] = 0
-    """steps between two copies of the state in the memory of each host (/dev/shm), from which a restart goes on if one
-    host is lost; 0: none"""
     keep: Annotated[int, AT_LEAST_1] = 3
     """number of newest checkpoints to keep, besides the best"""
     saved_model: bool = False

@@ -25,7 +25,7 @@ from ringtrain.run.run_folder import METRICS, NO_METRICS
 from ringtrain.sources import OF_FIT, OPTIONS, loop, script_model
 from ringtrain.strategies.ring import OF_OPTIMIZER
 
-WITHIN_EPOCHS = ("checkpoint.every_steps", "checkpoint.every_minutes", "checkpoint.memory_every_steps")
+WITHIN_EPOCHS = ("checkpoint.every_steps", "checkpoint.every_minutes")
 ONLY_IN_FIT = (*WITHIN_EPOCHS, *OF_OPTIMIZER, *OF_FIT)
 """beginnings of options that need a resume within an epoch, or an optimizer that ringtrain makes distributed"""
 

@@ -361,12 +361,12 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
         if why:
             raise ConfigError(f"ringtrain.fit: leave out {type(callback).__name__}: {why}")
     # What is known before the data are read; `sources.script.adopt` adds sizes and learning rate. A command that has
-    # started the script, such as a tuning, decides last; its runs are not copied to a mirror or to memory.
+    # started the script, such as a tuning, decides last; its runs are not copied to a mirror.
     of_command: dict[str, Any] = {}
     if from_command.folder:  # its trials are not mixed with the script's own runs
         of_command["run.directory"] = from_command.folder
     if from_command.folder or from_command.measure:
-        of_command |= {"run.mirror": "", "checkpoint.memory_every_steps": 0}
+        of_command["run.mirror"] = ""
     return with_values(
         options,
         {

@@ -109,8 +109,6 @@ def check_together(config: Any) -> None:
             )
     if config.train.virtual_ranks:
         _check_virtual_ranks(config)
-    if config.checkpoint.memory_every_steps:
-        _check_memory_copies(config)
     _check_slow_links(config)
     if config.hvd.deterministic and config.hvd.fusion_mb > 0:
         raise ConfigError("hvd.deterministic and hvd.fusion_mb are both set: deterministic runs fuse nothing")
@@ -127,17 +125,6 @@ def check_together(config: Any) -> None:
     if milestones and milestones[0] < warmup:
         within = f"within the warm-up (schedule.warmup_epochs {warmup:g})"
         raise ConfigError(f"schedule.milestones: got {milestones[0]:g}, expected none {within}")
-
-
-def _check_memory_copies(config: Any) -> None:
-    """Raises ConfigError for options with which the ranks of one host do not have the whole state."""
-    reasons = {
-        "optimizer.sharded": (config.optimizer.sharded, "where a rank has a part of the slots alone"),
-        "hvd.local_steps": (config.hvd.local_steps > 1, "between which ranks have other weights"),
-    }
-    for option, (is_set, why) in reasons.items():
-        if is_set:
-            raise ConfigError(f"checkpoint.memory_every_steps does not work with {option}, {why}: leave one out")
 
 
 def _check_slow_links(config: Any) -> None:

@@ -31,7 +31,7 @@ from ringtrain.monitor import journal, stragglers, trackers
 from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.launchers import launched_rank
-from ringtrain.run import consistency, console, devices, from_checkpoint, log_capture, memory_copies, step_monitor
+from ringtrain.run import consistency, console, devices, from_checkpoint, log_capture, step_monitor
 from ringtrain.run.context import Job, Opening, Process, RunContext, Source, alone
 from ringtrain.sources.configured import ConfiguredSource
 from ringtrain.strategies.parameter_server import cluster, worker
@@ -250,7 +250,6 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     opening = process.source.open_folder(process, job, start)
     if opening.log:
         from_checkpoint.open_log(process, opening.folder / "logs" / opening.log)
-    memory_copies.begin(process, job, opening.folder, start)
     # The plan, with every number that follows from the options; with other ranks the run goes on without it.
     terminal = console.terminal_of(process)
     if opening.is_first:
@@ -341,8 +340,7 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     # Results: the ranks are compared a last time, and rank 0 exports the model.
     with run.callbacks.trackers:
         mirrored = {"mirror": run.lock.mirror.summary()} if run.lock.mirror else {}
-        copies = {"memory_copies": run.memory.facts} if run.memory else {}
-        summary = tracking.write_results(run, {**strategy.summary(run), **run.facts, **mirrored, **copies})
+        summary = tracking.write_results(run, {**strategy.summary(run), **run.facts, **mirrored})
     # A person sees slow ranks, then the metrics, and last what was verified.
     ranks = summary.get("ranks", ())
     slow = stragglers.slow_ranks(ranks, run.config.health)
@@ -362,7 +360,7 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
         _publish(run, summary)
     if run.timeline:
         run.timeline.close()  # last: with many ranks and steps it takes a while
-    _end(run, run.folder, stop.exit_code, keeps_copies=stop.is_resumable)
+    _end(run, run.folder, stop.exit_code)
     return summary, stop.exit_code
 
 
@@ -376,13 +374,11 @@ def _publish(run: RunContext, summary: Mapping[str, Any]) -> None:
         run.callbacks.trackers.end(run.callbacks.stop.exit_code, summary)
 
 
-def _end(process: Process, folder: Path, exit_code: int = 0, keeps_copies: bool = False) -> None:
-    """Completes the run's mirror, and gives back what this job holds: folder, copies in memory, other processes."""
+def _end(process: Process, folder: Path, exit_code: int = 0) -> None:
+    """Completes the run's mirror, and gives back what this job holds: folder, other processes."""
     # Whatever becomes of the mirror, the folder is free for the next run, and servers and workers end.
     try:
         _finish_mirror(process, folder, exit_code)
-        if not keeps_copies:
-            memory_copies.end(process, folder)
     finally:
         process.lock.release()
         process.strategy.end(exit_code)

@@ -12,8 +12,6 @@ checkpoint:     atomic checkpoints with a checksum per file; export of the train
 lease:          right of one job to write to a mirror
 last_copy:      process that copies a run after a signal, and continues if its rank is killed
 mirror:         copies a run to another file system or a bucket, and back
-memory_copies:  copies of the state in the memory of each host, from which a restart goes on
-memory_folder:  folder of these copies on a host
 saver:          saves the state of a run during training
 callback_state: what callbacks keep, saved and restored
 model_state:    state of a model as arrays, shared and per rank

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ringtrain.run.callbacks import Callbacks
     from ringtrain.run.devices import Pinning
     from ringtrain.run.evaluation import Evaluation
-    from ringtrain.run.memory_folder import Copies
     from ringtrain.run.resume import Clock, Start
     from ringtrain.run.stopping import Signals
     from ringtrain.strategies.base import Strategy
@@ -114,8 +113,6 @@ class Process:
     """whether this is the first run of the process, which a restart continues, named or not"""
     lock: RunLock = field(default_factory=RunLock)
     """held by rank 0 from before it reads the run folder until the end"""
-    memory: Copies | None = None
-    """on the first rank of each host, if copies are kept there"""
 
 
 @dataclass(frozen=True)

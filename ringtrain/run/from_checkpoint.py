@@ -16,7 +16,7 @@ from ringtrain.config import Config, with_values
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError, RunDirectoryError
 from ringtrain.protocol import failures
-from ringtrain.run import checkpoint, console, durable, log_capture, memory_copies, run_folder
+from ringtrain.run import checkpoint, console, durable, log_capture, run_folder
 from ringtrain.run.consistency import DIVIDED
 from ringtrain.run.context import Opening
 
@@ -80,10 +80,6 @@ def find_start(process: Process) -> None:
     is_begun = False
     if process.config.run.mirror:
         is_begun = hvd.on_rank_0(lambda: _fetch(process))
-        lock_folder(process)
-    # The state in the memory of a host may be newer.
-    if process.config.checkpoint.memory_every_steps and memory_copies.fetch(process):
-        is_begun = True
         lock_folder(process)
     # A run that began from another one's checkpoint continues its own, once it has saved any.
     has_left = hvd.on_rank_0(lambda: resume.has_left_its_source(process.config))

@@ -2,7 +2,7 @@
 
 The state is rank 0's weights and optimizer, which all ranks share, and what differs between ranks: states of random
 seeds, moving statistics of batch normalization, accumulated gradients that are not reduced yet. Only rank 0 receives
-it, in pieces; for a copy in memory, all ranks do.
+it, in pieces.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ import tensorflow as tf
 
 from ringtrain import hvd
 from ringtrain.errors import CheckpointError, NonFiniteLoss, RunDirectoryError
-from ringtrain.run import checkpoint, model_state, run_folder, tracking
+from ringtrain.run import checkpoint, model_state, tracking
 from ringtrain.run.callback_state import CallbackState
 from ringtrain.run.model_state import Arrays
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
-    from ringtrain.run.memory_folder import Copies
     from ringtrain.run.mirror import Mirror
 
 
@@ -62,7 +61,7 @@ class Saver(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         self.set_model(run.model)
-        self.lock, self.memory = run.lock, run.memory
+        self.lock = run.lock
         self.folder, self.config, self.clock, self.journal = run.checkpoints, run.config, run.clock, run.journal
         self.facts = {"config": dataclasses.asdict(run.config), "numbers": dataclasses.asdict(run.numbers)}
         self.facts |= {"versions": tracking.versions(), "checksums": dict(run.checksums)}
@@ -74,7 +73,7 @@ class Saver(keras.callbacks.Callback):
             self.callback_state = CallbackState(run.users_callbacks, run.model)
         self.frozen_as_compiled = run.start.frozen_as_compiled
         self.resumes_within_epochs = run.resumes_within_epochs
-        self.saved_step = self.copied_step = -1
+        self.saved_step = -1
         self.is_closed = run.start.ending.is_closed
         self._failed_step = -2
         self.saves: dict[str, Any] = {"count": 0, "stall_s": 0.0, "longest_stall_s": 0.0, "write_s": 0.0, "failed": []}
@@ -93,88 +92,66 @@ class Saver(keras.callbacks.Callback):
             self.wait()  # raises the error of the writer
         every = self.config.checkpoint.every_steps
         due = self.is_due() or (every and self.clock.passed(every))
-        if not self.clock.epoch_complete:  # otherwise on_epoch_end saves, with the epoch's metrics
-            self.save(to_disk=bool(due))
+        if due and not self.clock.epoch_complete:  # otherwise on_epoch_end saves, with the epoch's metrics
+            self.save()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         if self.clock.epoch_complete:
             self.metrics = {name: float(value) for name, value in (logs or {}).items() if tracking.is_number(value)}
             every = self.config.checkpoint.every_epochs
-            self.save(to_disk=bool(self.is_due() or (every and (epoch + 1) % every == 0)))
+            if self.is_due() or (every and (epoch + 1) % every == 0):
+                self.save()
         if self.model.stop_training or epoch + 1 == self.config.train.epochs:
             # Now: callbacks and averaged weights replace those with which training would continue.
             if self.clock.epoch_complete or self.resumes_within_epochs:
                 self._save_last()
             hvd.end_round(self.model)
 
-    def save(self, to_disk: bool = True) -> None:
-        """Starts saving the current state: to disk unless it is there already, and to memory if a copy is due.
+    def save(self) -> None:
+        """Starts saving the current state, unless it is saved already.
 
         Collective. Raises NonFiniteLoss on every rank if a weight is NaN or infinite. The previous checkpoint stays the
         newest.
         """
-        step, every = self.clock.global_step, self.config.checkpoint.memory_every_steps
-        to_disk = to_disk and self.saved_step != step
-        to_memory = every > 0 and self.clock.passed(every) and self.copied_step != step
-        if (to_disk or to_memory) and not self.is_closed:
-            self._save(step, to_disk, to_memory)
+        step = self.clock.global_step
+        if self.saved_step != step and not self.is_closed:
+            self._save(step)
 
     @hvd.during("save")
-    def _save(self, step: int, to_disk: bool, to_memory: bool) -> None:
+    def _save(self, step: int) -> None:
         begin_s = time.perf_counter()
-        is_writing = self._written is not None and not self._written.done()
-        if to_disk:
-            self.wait()  # for the previous save, so that states do not pile up in memory
+        self.wait()  # for the previous save, so that states do not pile up in memory
         digests = model_state.digests(self.model)
         with hvd.during("reduce"):
-            report = digests, self._not_finite(), is_writing
-            reports = hvd.allgather_object(report, name="ringtrain_own_state")
-        worst = next((path for _, path, _ in reports if path), "")
+            reports = hvd.allgather_object((digests, self._not_finite()), name="ringtrain_own_state")
+        worst = next((path for _, path in reports if path), "")
         if worst:
             raise NonFiniteLoss(
                 f"non-finite weight {worst} after step {step}: lower the learning rate; the last checkpoint is older"
             )
-        if not to_disk and any(is_writing for _, _, is_writing in reports):
-            return  # a slow disk does not delay training: the next copy follows
-        self.wait()
         digests_of_copies = []
-        for copies, _, _ in reports:
+        for copies, _ in reports:
             digests_of_copies += copies
         of_rank = self._own_state(model_state.places_to_save(self.model, digests_of_copies))
         with hvd.during("reduce"):
             slots = hvd.gather_slots(hvd.optimizers_of(self.model))
-            rows: Any
-            if to_memory:  # each host writes a copy
-                rows = hvd.allgather_bytes(model_state.packed(of_rank), name="ringtrain_own_state")
-            else:
-                rows = hvd.gather_bytes(model_state.packed(of_rank), name="ringtrain_own_state")
+            rows: Any = hvd.gather_bytes(model_state.packed(of_rank), name="ringtrain_own_state")
+        files: dict[str, Any] | None = None
         facts: dict[str, Any] = {}
-        arrays = Arrays()
         if hvd.rank() == 0:
             facts, arrays = self._facts()
-            if to_memory:
-                facts["records"] = run_folder.records_of(self.folder.parent)
-        if to_memory:
-            with hvd.during("reduce"):
-                facts, arrays = hvd.broadcast_object((facts, arrays), 0, name="ringtrain_facts")
-        writes_to_disk, memory = to_disk and hvd.rank() == 0, self.memory if to_memory else None
-        files = None
-        if writes_to_disk or memory:
             spec, of_ranks = model_state.spec(of_rank), []
             for row in rows:
                 of_ranks += model_state.unpacked(row, spec)
             files = self._files(of_ranks, slots, arrays)
-        if to_disk:
-            self.saved_step = step
-        if to_memory:
-            self.copied_step = step
+        self.saved_step = step
         stall_s = time.perf_counter() - begin_s
         self.saves["count"] += 1
         self.saves["stall_s"] += stall_s
         self.saves["longest_stall_s"] = max(stall_s, self.saves["longest_stall_s"])
         self.journal.write("save", global_step=step, stall_s=stall_s)
         if files:  # last: the writer then needs a core, and there may be none to spare
-            self._written = self._writer.submit(self._write, step, files, facts, writes_to_disk, memory)
+            self._written = self._writer.submit(self._write, step, files, facts)
 
     def finish(self) -> None:
         """Waits until the last state is saved; raises CheckpointError on every rank if it cannot be. Collective.
@@ -259,19 +236,11 @@ class Saver(keras.callbacks.Callback):
         state = model_state.shared_state(self.model, of_ranks, slots, self.config.model.not_averaged)
         return {"state": state | arrays, "ranks": ranks}
 
-    def _write(
-        self, step: int, files: dict[str, Any], facts: dict[str, Any], to_disk: bool, memory: Copies | None
-    ) -> None:
-        """Writes a checkpoint, in a separate thread, to memory first."""
+    def _write(self, step: int, files: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Writes a checkpoint, in a separate thread."""
         state = files["state"]
         for name, value in state.items():  # early: otherwise the next update of the weights would have to copy them
             state[name] = model_state.storable(value)
-        if memory:
-            memory.write(step, files, facts)
-        if to_disk:
-            self._write_to_disk(step, files, facts)
-
-    def _write_to_disk(self, step: int, files: dict[str, Any], facts: dict[str, Any]) -> None:
         begin_s = time.perf_counter()
         try:
             self.lock.raise_if_lost()

@@ -106,8 +106,7 @@ class StopTogether(keras.callbacks.Callback):
         super().__init__()
         self.run, config, steps_per_epoch = run, run.config, run.numbers.steps_per_epoch
         every_save = config.checkpoint.every_steps or steps_per_epoch
-        every_copy = config.checkpoint.memory_every_steps or every_save
-        self.every_steps = {config.health.agree_every_steps, every_save, every_copy, steps_per_epoch}
+        self.every_steps = {config.health.agree_every_steps, every_save, steps_per_epoch}
         self._agrees_each_step = any(map(has_batch_hooks, run.users_callbacks))
         """whether a callback of this rank may ask for the end after any step; the ranks agree on that, too"""
         self._has_agreed = False
@@ -125,11 +124,6 @@ class StopTogether(keras.callbacks.Callback):
     def exit_code(self) -> int:
         """0, or 128 + the number of the signal that ended training."""
         return 128 + NAMES[self.stopped_by] if self.stopped_by in NAMES else 0
-
-    @property
-    def is_resumable(self) -> bool:
-        """Whether training was interrupted, by a signal or the time limit, and goes on with the next start."""
-        return self.stopped_by in (*NAMES, TIME_LIMIT)
 
     @property
     def grace_ends_s(self) -> float:

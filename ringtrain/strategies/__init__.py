@@ -47,7 +47,6 @@ _NOT_IN_TENSORFLOW = (
     "model.sync_batch_norm",
     "train.jit",
     "checkpoint.saved_model",
-    "checkpoint.memory_every_steps",
     "train.precision mixed_float16",
     "model.split",
     "model.micro_batches",

@@ -193,17 +193,6 @@ MUTANTS = (
         *('if checksum != expected["sha256"]:', "if not checksum:"),
         f"{UNIT}/test_checkpoint.py::test_any_byte_flipped_or_cut_off_is_noticed",
     ),
-    Mutant(
-        *("a copy in memory that is not verified", "run/memory_copies.py"),
-        "saved = checkpoint.verify(arriving.folder)",
-        "saved = checkpoint.Checkpoint(arriving.folder, checkpoint.read_manifest(arriving.folder)[0])",
-        f"{UNIT}/test_memory_copies.py::test_a_damaged_copy_is_named_and_the_one_before_is_taken",
-    ),
-    Mutant(
-        *("a copy in memory of an older run", "run/memory_copies.py"),
-        *("if copy.run not in runs or copy.step <= disk_step:", "if copy.step <= disk_step:"),
-        f"{UNIT}/test_memory_copies.py::test_a_copy_of_an_older_run_is_not_taken",
-    ),
     # Launch, limits and stops
     Mutant(
         *("--grace ignored", "cluster/supervisor.py"),

@@ -98,9 +98,9 @@ def measure(config: Config, num_steps: int, turns: int, folder: Path) -> dict[st
 
         stall_s = 0.0
 
-        def _save(self, step: int, to_disk: bool, to_memory: bool) -> None:
+        def _save(self, step: int) -> None:
             begin_s = time.perf_counter()
-            super()._save(step, to_disk, to_memory)
+            super()._save(step)
             self.stall_s = time.perf_counter() - begin_s
 
     training = ranks.Training.of(config)
@@ -113,7 +113,7 @@ def measure(config: Config, num_steps: int, turns: int, folder: Path) -> dict[st
     start = resume.Start()
     run: Any = SimpleNamespace(model=model, checkpoints=folder, config=config, numbers=training.numbers, start=start)
     run.clock, run.journal, run.validation = clock, own_journal, Validation()
-    run.lock, run.memory = RunLock(), None
+    run.lock = RunLock()
     run.strategy, run.checksums = SimpleNamespace(ranks_change=False), {}
     run.users_callbacks, run.callback_state, run.resumes_within_epochs = [], None, False
     timed = TimedSaver(run)

@@ -113,7 +113,6 @@ class ConfiguredJob:
             "run.name": folder.name,
             "run.resume": "auto",
             "run.mirror": "",
-            "checkpoint.memory_every_steps": 0,
         }
         is_virtual = bool(variant.options.get("train.virtual_ranks"))
         if variant.num_ranks == 1 and not variant.is_part and not is_virtual:

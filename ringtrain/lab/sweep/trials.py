@@ -81,7 +81,6 @@ class ConfiguredTrials:
             "run.directory": str(folder.parent),
             "run.resume": "auto",
             "run.mirror": "",
-            "checkpoint.memory_every_steps": 0,
         }
         config = with_values(self.base, {**values, **own})
         if folder.exists() and not (folder / "config.toml").exists():
