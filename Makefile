@@ -1,6 +1,6 @@
 # What CI runs is what people run. Each target first sets up what is missing in .venv (seconds, once it is there).
 
-.PHONY: setup train smoke test test-unit test-all test-rest chaos fuzz simulate matrix figures lint docs dist wheels release image
+.PHONY: setup train smoke test test-unit test-all test-rest chaos fuzz simulate figures lint docs dist wheels release image
 
 setup:
 	launch/setup.sh
@@ -47,10 +47,6 @@ fuzz:
 simulate:
 	status=0; for scenario in mirrored launched elastic power locked monitored; do \
 		launch/setup.sh python tests/simulation/run.py $$scenario --minutes 0.5 || status=1; done; exit $$status
-
-# Kinds of job by what they must bear, an hour or two: a table, which docs/fit.md has.
-matrix:
-	launch/setup.sh python tests/matrix/run.py
 
 # Measures the trainers on an idle host, and writes the table of docs/performance.md and the plot of the README.
 figures:

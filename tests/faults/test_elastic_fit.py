@@ -22,7 +22,6 @@ TIMEOUT_S = 300
 SCRIPT = Path(__file__).parent / "elastic_fit.py"
 ENDING = Path(__file__).parent / "ending_fit.py"
 PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SCRIPT.parent)])}
-JOBS = ROOT / "tests" / "matrix" / "jobs.py"
 
 
 def told(folder: Path, **options: object) -> dict[str, str]:
@@ -100,14 +99,6 @@ def test_deaths_where_epochs_and_training_end_change_no_bit(tmp_path: Path) -> N
     one, other = (keras.models.load_model(folder / "best.keras", compile=False).get_weights() for folder in folders)
     for weight, same in zip(one, other, strict=True):
         np.testing.assert_array_equal(weight, same)
-
-
-def test_a_step_of_the_model_s_own_is_undone_as_a_whole(tmp_path: Path) -> None:
-    """Two optimizers, of which the second needs what the first has done."""
-    elastic(tmp_path, [JOBS, "adversarial"], chaos="rank=0 step=9 mode=sigkill")
-    ledger = sample_ledger.ledger(journal.read(tmp_path / "adversarial"), 3)
-    assert ledger.breaches == () and set(ledger.epochs.values()) == {107}
-    assert changes(tmp_path / "adversarial")[0][:2] == (3, 2)
 
 
 def test_the_configured_trainer_loses_a_rank_with_targets_of_any_kind(tmp_path: Path) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 from fit_alike import X, Y, compiled, dense, distance, options
 from only import only
 
@@ -71,50 +69,6 @@ def a_kept_fit_resumes_after_a_whole_epoch() -> None:
     again, history, run = _fit("kept", 4, **validation)
     assert history.history == trained
     assert not history.epoch and distance(again, alone) < 1e-10
-
-
-@only(np=2)
-def a_kept_fit_that_another_callback_has_ended_goes_on() -> None:
-    """With the same `Run`, after the last whole epoch; what it has replaced is undone once."""
-
-    def fail(epoch: int, logs: Any) -> None:
-        if epoch == 1:
-            raise RuntimeError("of the script")
-
-    alone, expected = _alone(3)
-    handler = signal.getsignal(signal.SIGTERM)
-    run = hvd.callbacks.Run("kept-failed", batch_size=BATCH // hvd.size(), options=options())
-    arguments = {"batch_size": BATCH // hvd.size(), "epochs": 3, "shuffle": False, "verbose": 0}
-    failing = keras.callbacks.LambdaCallback(on_epoch_begin=fail)
-    try:
-        _model().fit(_shard(X), _shard(Y), callbacks=[run, failing], **arguments)
-        raise AssertionError("has not failed")
-    except RuntimeError:
-        model = _model()
-    history = model.fit(_shard(X), _shard(Y), callbacks=[run], **arguments)
-    assert history.epoch == [1, 2] and distance(model, alone) < 1e-10
-    np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-6)
-    assert signal.getsignal(signal.SIGTERM) is handler
-
-
-@only(np=2)
-def a_kept_fit_leaves_random_numbers_as_keras_does() -> None:
-    """The numbers that follow, of Python, NumPy, Keras and TensorFlow, are those after a fit without a run."""
-
-    def following(*callbacks: keras.callbacks.Callback) -> list[Any]:
-        model = _model()
-        keras.utils.set_random_seed(hvd.rank())
-        keras.random.normal((2,))
-        x, y = _shard(X), _shard(Y)
-        model.fit(x, y, batch_size=BATCH // hvd.size(), epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
-        draws = random.random(), np.random.rand(), keras.random.normal((2,)), tf.random.normal((2,))
-        return [np.asarray(draw).tolist() for draw in draws]
-
-    run = hvd.callbacks.Run("kept-random", batch_size=BATCH // hvd.size(), options=options())
-    expected = following()
-    assert following(run) == expected
-    again = hvd.callbacks.Run("kept-random", batch_size=BATCH // hvd.size(), options=options())
-    assert following(again) == expected, "of a complete run"
 
 
 @only(np=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -64,32 +63,6 @@ class StartsTheSameRun(keras.callbacks.Callback):
             env = os.environ | {"STARTED_BY": str(os.getpid())}
             second = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
             print(f"second start: {os.getpid()} {second.returncode} {second.stderr}")
-
-
-class WritesLogs(keras.callbacks.Callback):
-    """Leaves what it was given in the current folder, a file per rank."""
-
-    def on_epoch_end(self, epoch, logs=None):
-        with open(f"rank-{RANK}.jsonl", "a") as file:
-            file.write(json.dumps({name: float(value) for name, value in logs.items()}, sort_keys=True) + "\n")
-
-
-class WorstRecall(keras.metrics.Metric):
-    """The recall of the class that has the lowest: no mean over samples, as accuracy is."""
-
-    def __init__(self, name="worst_recall"):
-        super().__init__(name=name)
-        self.confusion = self.add_weight(shape=(10, 10), initializer="zeros", name="confusion")
-
-    def update_state(self, labels, logits, sample_weight=None):
-        guesses = keras.ops.argmax(logits, axis=-1)
-        labels = keras.ops.reshape(keras.ops.cast(labels, "int32"), (-1,))
-        hot = keras.ops.one_hot(labels, 10), keras.ops.one_hot(guesses, 10)
-        self.confusion.assign_add(keras.ops.matmul(keras.ops.transpose(hot[0]), hot[1]))
-
-    def result(self):
-        total = keras.ops.maximum(keras.ops.sum(self.confusion, axis=1), 1.0)
-        return keras.ops.min(keras.ops.diagonal(self.confusion) / total)
 
 
 def no_callback():

@@ -37,14 +37,6 @@ def dropping(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     return model(input_shape, num_classes, keras.layers.BatchNormalization(), keras.layers.Dropout(0.3))
 
 
-def attending(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    """Right, with a bias whose gradient is nothing but rounding: that of an attention's keys."""
-    inputs = keras.Input(input_shape)
-    rows = keras.layers.Dense(16)(keras.layers.Reshape((8, 8))(inputs))
-    rows = keras.layers.LayerNormalization()(rows + keras.layers.MultiHeadAttention(2, 8)(rows, rows))
-    return keras.Model(inputs, keras.layers.Dense(num_classes)(keras.layers.Flatten()(rows)))
-
-
 def synced(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     return model(input_shape, num_classes, hvd.SyncBatchNormalization())
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from fit_alike import CLASSES, OUTPUT, X, Y, dense, distance, snippet
+from fit_alike import CLASSES, OUTPUT, ROOT, X, Y, dense, distance, snippet
 from only import only
 
 from ringtrain import hvd
@@ -101,6 +101,18 @@ def snippets() -> None:
     normalized = dense(keras.layers.BatchNormalization())
     exec(snippet("docs/models.md", "import ringtrain.hvd as hvd\n"), _given(model=normalized))
     exec(snippet("docs/from-horovod.md", "import horovod.tensorflow.keras as hvd"), {})
+
+
+@only(np=2)
+def snippet_of_models() -> None:
+    """Several configured runs in one process, of fewer epochs."""
+    rate = '"--optimizer.learning-rate", rate'
+    shorter = (rate, f'{rate}, "--train.epochs", "1", "--run.directory", {str(OUTPUT / "of-models")!r}')
+    text = snippet("docs/models.md", "from ringtrain import config_io, train", shorter)
+    keras.config.set_floatx("float32")
+    os.chdir(ROOT)
+    exec(text, {})
+    assert len([*(OUTPUT / "of-models").glob("*/summary.json")]) == 2
 
 
 @only(np=2)

@@ -1,4 +1,4 @@
-"""Four ranks, Gloo, a resume in mid-epoch and few test samples in one run; and the scripts of launch/ as they are."""
+"""Four ranks over Gloo, killed within an epoch and started again; and the scripts of launch/ as they are."""
 
 from __future__ import annotations
 
@@ -7,23 +7,27 @@ import sys
 from pathlib import Path
 
 import pytest
-import test_options
 from launching import BIN, ROOT, run
 
-TIMEOUT_S = 600
-FOUR = [*test_options.MODEL, "--data.name", "odd_model:three_to_test", "--optimizer.name", "adamw"]
+HERE, TIMEOUT_S = Path(__file__).parent, 600
+FOUR = [sys.executable, "-m", "ringtrain.train", "--data.name", "digits", "--model.name", "odd_model:dropping"]
+FOUR += ["--train.epochs", "2", "--train.batch-size", "32", "--checkpoint.every-steps", "6", "--run.directory", "."]
 FOUR += ["--hvd.deterministic"]  # else additions of more than two ranks have no fixed order
+KILLED = ["--chaos", "rank=1 step=16 mode=sigkill"]
+"""in the second epoch of 11 steps"""
 
 
 def test_four_ranks_over_gloo_resume_where_they_were(tmp_path: Path) -> None:
-    """With fewer test samples than ranks."""
-    command = [sys.executable, "-c", test_options.SCRIPT, tmp_path, 12, json.dumps({"four": FOUR})]
-    ended = run(4, command, TIMEOUT_S, env={"PYTHONPATH": str(test_options.HERE)}, launcher="gloo", warm=True)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    whole, resumed = json.loads((tmp_path / "results.json").read_text())["four"]
-    assert whole["in_sync"] is True and whole["num_ranks"] == 4 and whole["numbers"]["num_test"] == 3
-    assert whole["numbers"]["steps_per_epoch"] == 1437 // (4 * 32)
-    assert resumed["resumed_from"].endswith("step-00000012"), "in the second epoch"
+    summaries = []
+    for name, starts in {"whole": [[]], "killed": [KILLED, []]}.items():
+        for options in starts:
+            command = [*FOUR, "--run.name", name, *options]
+            ended = run(4, command, TIMEOUT_S, {"PYTHONPATH": f"{ROOT}:{HERE}"}, "gloo", tmp_path, warm=True)
+            assert (ended.returncode == 0) == (not options), ended.stderr[-4000:]
+        summaries.append(json.loads((tmp_path / name / "summary.json").read_text()))
+    whole, resumed = summaries
+    assert whole["in_sync"] is True and whole["num_ranks"] == 4
+    assert resumed["resumed_from"].endswith("step-00000012")
     assert resumed["checksum"] == whole["checksum"] and resumed["metrics"] == whole["metrics"]
 
 

@@ -85,22 +85,6 @@ def test_a_killed_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path, step: int
     assert records(folder) == records(whole), "in the middle of an epoch, metrics go on with what they had seen"
 
 
-def test_a_run_goes_on_with_a_sharded_optimizer_and_back_bit_for_bit(whole: Path, tmp_path: Path) -> None:
-    """The ranks' parts of the slots are cut from a whole checkpoint, and gathered for one, also in mid-epoch."""
-    sharded = cut_off(whole, tmp_path / "sharded", STEPS_PER_EPOCH + 8)
-    finished = train(sharded, "--optimizer.sharded")
-    assert finished.returncode == 0, finished.stderr
-    assert "slots sharded" in finished.stdout
-    assert files_of(sharded) == files_of(whole)
-    ended = summary(sharded)
-    assert 0.5 <= ended["slot_bytes"] / ended["slot_bytes_unsharded"] < 0.51
-    back = cut_off(sharded, tmp_path / "back", 2 * STEPS_PER_EPOCH + 8)
-    finished = train(back)
-    assert finished.returncode == 0, finished.stderr
-    assert files_of(back) == files_of(whole)
-    assert summary(back)["checksum"] == summary(whole)["checksum"]
-
-
 def test_another_seed_ends_elsewhere(whole: Path, tmp_path: Path) -> None:
     """The negative control: were nothing compared, this would pass as well."""
     finished = train(tmp_path, "--seed", 1)
@@ -170,19 +154,6 @@ def test_a_run_goes_on_on_another_number_of_ranks(whole: Path, tmp_path: Path) -
     assert finished.returncode == 0, finished.stderr
     assert summary(folder)["global_step"] == EPOCHS * STEPS_PER_EPOCH
     assert abs(summary(folder)["test_accuracy"] - summary(whole)["test_accuracy"]) < 0.05
-
-
-def test_on_another_number_of_ranks_the_rest_of_an_epoch_is_the_same_samples(tmp_path: Path) -> None:
-    """One rank goes on where two stopped in the middle of an epoch: its metrics are those of all 64 x 22 samples."""
-    options = ["--model.name", "mlp", "--train.epochs", 2]
-    assert train(tmp_path / "whole", *options).returncode == 0
-    folder = cut_off(tmp_path / "whole", tmp_path / "cut", STEPS_PER_EPOCH + 8)
-    finished = train(folder, *options, "--train.batch-size", 64, np=1)
-    assert finished.returncode == 0, finished.stderr
-    assert f"after step {STEPS_PER_EPOCH + 8}," in finished.stdout
-    for metric in ("loss", "accuracy", "test_loss", "test_accuracy"):
-        values = [records(one)[-1][metric] for one in (folder, tmp_path / "whole")]
-        assert values[0] == pytest.approx(values[1], abs=2e-5), metric
 
 
 def test_a_finished_run_has_nothing_left_to_do(whole: Path, tmp_path: Path) -> None:

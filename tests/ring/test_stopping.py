@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +20,6 @@ HERE = Path(__file__).parent
 TRAIN = [sys.executable, "-m", "ringtrain.train", "--data.name", "digits", "--run.name", "run"]
 ENV = {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
 STEPS_PER_EPOCH = 22
-NEVER_BETTER = ["--train.min-delta", "1000"]  # than the first epoch
 
 
 def train(folder: Path, *options: object, np: int = 2, warm: bool = True, **launch) -> subprocess.CompletedProcess:
@@ -66,41 +64,6 @@ def test_patience_ends_all_ranks_and_a_run_that_has_ended_so_stays_ended(tmp_pat
     assert again.returncode == 0, again.stdout + again.stderr
     assert summary(tmp_path)["global_step"] == 3 * STEPS_PER_EPOCH
     assert summary(tmp_path)["checksum"] == checksum
-
-
-@pytest.mark.parametrize("schedule", [[], ["--schedule.warmup-epochs", 1]])
-def test_on_a_plateau_the_learning_rate_falls_and_a_run_that_goes_on_does_the_same(schedule, tmp_path):
-    options = [*schedule, *NEVER_BETTER, "--schedule.plateau-patience", 1, "--schedule.plateau-factor", 0.5]
-    ended = train(tmp_path / "whole", *options, "--train.epochs", 4, "--optimizer.name", "sgd")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    rates = [record["learning_rate"] for record in records(tmp_path / "whole")]
-    assert rates[2:] == pytest.approx([rates[1] / 2, rates[1] / 4])
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    for step in (3, 4):
-        shutil.rmtree(tmp_path / "cut" / "run" / "checkpoints" / f"step-{step * STEPS_PER_EPOCH:08d}", True)
-    again = train(tmp_path / "cut", *options, "--train.epochs", 4, "--optimizer.name", "sgd")
-    assert again.returncode == 0 and "after step 44," in again.stdout, again.stdout + again.stderr
-    assert summary(tmp_path / "cut")["checksum"] == summary(tmp_path / "whole")["checksum"]
-
-
-def test_metrics_of_two_ranks_are_those_of_one_process(tmp_path):
-    """Top-5, and a user's metric that is no mean over samples; in training as well as on 360 test samples."""
-    options = ["--model.metrics", "top-5", "odd_callbacks:WorstRecall", "--train.epochs", 2]
-    options += ["--train.callbacks", "odd_callbacks:WritesLogs", "--optimizer.learning-rate-scaling", "none"]
-    figures = {}
-    for name, np, batch in (("two", 2, 23), ("one", 0, 46)):
-        (tmp_path / name).mkdir()
-        ended = train(tmp_path / name, *options, "--train.batch-size", batch, np=np, cwd=tmp_path / name)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        figures[name] = records(tmp_path / name)
-    names = ["loss", "accuracy", "top_5", "worst_recall"]
-    for together, alone in zip(figures["two"], figures["one"], strict=True):
-        for metric in [*names, *(f"test_{name}" for name in names)]:
-            assert together[metric] == pytest.approx(alone[metric], abs=2e-5), metric
-    assert 0 < figures["one"][-1]["test_worst_recall"] < figures["one"][-1]["test_accuracy"] < 1
-    seen = [(tmp_path / "two" / f"rank-{rank}.jsonl").read_text() for rank in range(2)]
-    assert seen[0] == seen[1]
-    assert json.loads(seen[0].splitlines()[-1])["test_top_5"] == summary(tmp_path / "two")["metrics"]["test_top_5"]
 
 
 def test_steps_are_written_down_with_the_gradients_norm(tmp_path):

@@ -220,29 +220,6 @@ def test_two_ranks_over_gloo_learn_what_one_rank_with_the_big_batch_learns(tmp_p
             assert together[metric] == pytest.approx(alone[metric], abs=2e-5), metric
 
 
-@pytest.mark.quick
-def test_two_ranks_that_accumulate_learn_what_one_rank_with_the_big_batch_learns(tmp_path):
-    """The same global batches, updates and rates, though the ranks make three times as many steps."""
-    rates = ["--schedule.name", "cosine", "--schedule.warmup-epochs", "0.5", "--optimizer.learning-rate", "0.05"]
-    rule = ["--optimizer.name", "sgd", "--optimizer.weight-decay", "0.001", "--optimizer.clip-norm", "1"]
-    common = [*TRAIN, *SMALL, *rates, *rule, "--run.directory", tmp_path]
-    two = [*common, "--train.batch-size", "8", "--optimizer.accumulation-steps", "3", "--run.name", "two"]
-    one = [*common, "--train.batch-size", "48", "--run.name", "one"]
-    ended = launching.run(2, two, timeout_s=TIMEOUT_S, warm=True)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert any(line.startswith("global batch   48 = 8 x 2 x 3 batches accumulated") for line in said(ended))
-    assert launching.run(0, one, timeout_s=TIMEOUT_S, warm=True).returncode == 0
-    records = [
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("one", "two")
-    ]
-    for alone, together in zip(*records, strict=True):
-        assert together["global_step"] == 3 * alone["global_step"]
-        assert together["learning_rate"] == alone["learning_rate"]
-        for metric in ("loss", "accuracy", "test_loss", "test_accuracy"):
-            assert together[metric] == pytest.approx(alone[metric], abs=2e-5), metric
-
-
 def test_own_model_and_data_of_the_example(tmp_path):
     own = ["--model.name", "examples.own_model:model", "--data.name", "examples.own_model:data"]
     options = ["--train.epochs", "25", "--schedule.warmup-epochs", "2"]
@@ -257,20 +234,6 @@ def test_own_model_and_data_of_the_example(tmp_path):
     rates = [record["learning_rate"] for record in records]
     base = Config().optimizer.learning_rate
     assert base < rates[0] < rates[1] < rates[2] == pytest.approx(2**0.5 * base) == pytest.approx(rates[-1])
-
-
-def test_a_train_step_without_accuracy_and_weights_that_follow_the_data(tmp_path):
-    own = ["--model.name", "odd_model:own_step", "--run.directory", tmp_path, "--run.name", "own"]
-    ended = launching.run(2, [*TRAIN, *SMALL, *own], timeout_s=TIMEOUT_S, env=ODD, warm=True)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    (warning,) = said(ended, "stderr")
-    assert "differ between ranks: moving/mean, moving/positive: each rank keeps its own" in warning
-    shown = [" ".join(line.split()) for line in said(ended)]
-    assert any(re.match(r"epoch 2/2 cross entropy [\d.]+ test cross entropy [\d.]+ ", line) for line in shown)
-    assert shown[-1].startswith("2 ranks in step: gradients averaged")
-    summary = json.loads((tmp_path / "own" / "summary.json").read_text())
-    assert summary["test_accuracy"] is None and set(summary["metrics"]) == {"cross_entropy", "test_cross_entropy"}
-    assert {"model.keras", "metrics.jsonl"} < files_in(tmp_path / "own")
 
 
 def test_a_model_that_cannot_be_saved_any_more_leaves_weights_and_summary(tmp_path):

@@ -7,21 +7,16 @@ import os
 import sys
 from pathlib import Path
 
-import keras
 import launching
-import numpy as np
 import pytest
 
 TIMEOUT_S = 300
-ROWS_OF_EPOCH, NUM_TEST = 1408, 360
-"""digits: 22 steps of 64 rows of 1,437, and the test samples"""
 VIRTUAL = ["--train.virtual-ranks", "4", "--train.batch-size", "16"]
 TRAIN = [sys.executable, "-m", "ringtrain.train", "--data.name", "digits", "--run.directory", ".", "--run.name", "run"]
-ROWS = ["--model.metrics", "odd_model:rows_since_the_start"]
 DROPPING = ["--model.name", "odd_model:dropping", "--train.epochs", "2", "--checkpoint.every-steps", "5"]
 # Clipped Adam on batches of two steps, and momentum in half precision, whose loss is scaled.
 JOBS = {
-    "adam": [*VIRTUAL, *DROPPING, *ROWS, "--optimizer.accumulation-steps", "2", "--optimizer.clip-norm", "0.5"],
+    "adam": [*VIRTUAL, *DROPPING, "--optimizer.accumulation-steps", "2", "--optimizer.clip-norm", "0.5"],
     "float16": [*VIRTUAL, *DROPPING, "--optimizer.name", "sgd", "--train.precision", "mixed_float16"],
 }
 PATHS = f"{launching.ROOT}{os.pathsep}{Path(__file__).parent}"
@@ -50,16 +45,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     for name, folder in folders.items():
         train(folder, 0, *JOBS[name])
     return {name: result(folder) for name, folder in folders.items()}
-
-
-def test_a_metric_that_is_never_reset_counts_each_row_once(alone: dict) -> None:
-    summary_rows = []
-    num_rows = 0
-    for epoch in alone["adam"]["metrics"]:
-        for metric, rows in (("rows", ROWS_OF_EPOCH), ("test_rows", NUM_TEST)):
-            num_rows += rows
-            summary_rows.append((epoch[metric], num_rows))
-    assert all(counted == expected for counted, expected in summary_rows), summary_rows
 
 
 @pytest.mark.parametrize(
@@ -99,18 +84,6 @@ def test_more_ranks_than_virtual_ranks_are_refused(tmp_path: Path) -> None:
 def test_layers_that_use_the_rows_of_real_ranks_are_refused(tmp_path: Path) -> None:
     shown = train(tmp_path, 2, *VIRTUAL, "--model.name", "proved:synced", code=2)
     assert "(SyncBatchNormalization) would use the rows of real ranks: use BatchNormalization" in shown
-
-
-def test_they_train_what_one_big_batch_does(tmp_path: Path) -> None:
-    """But for rounding: the same samples, the mean of the gradients, the same learning rate."""
-    job = ["--model.name", "mlp", "--train.epochs", "2", "--optimizer.name", "sgd"]
-    exported = []
-    for name, options in (("virtual", VIRTUAL), ("plain", ["--train.batch-size", "64"])):
-        (tmp_path / name).mkdir()
-        train(tmp_path / name, 0, *job, *options)
-        exported.append(keras.models.load_model(tmp_path / name / "run" / "model.keras").get_weights())
-    for ours, other in zip(*exported, strict=True):
-        np.testing.assert_allclose(ours, other, atol=1e-5)
 
 
 def test_random_numbers_without_a_seed_of_their_own_are_refused(tmp_path: Path) -> None:

@@ -63,33 +63,6 @@ def test_callbacks_are_found_by_class_and_order() -> None:
     assert [one.wait for one in others[1:]] == [2, 7, 2]
 
 
-@pytest.mark.parametrize("kind", [keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau])
-def test_keras_callbacks_that_wait(kind: type) -> None:
-    """Restored within a run, they decide as if never interrupted, also with a min_delta, whose sign Keras changes."""
-
-    def begun() -> keras.callbacks.Callback:
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-        model.train_on_batch(np.zeros((1, 2)), np.zeros((1, 1)))
-        callback = kind("loss", min_delta=0.1, patience=3)
-        callback.set_model(model)
-        callback.on_train_begin()
-        return callback
-
-    losses = [1.0, 0.95, 0.8, 0.75, 0.72]
-    whole, part = begun(), begun()
-    state = callback_state.CallbackState([part])
-    for epoch, loss in enumerate(losses):
-        whole.on_epoch_end(epoch, {"loss": loss})
-    for epoch, loss in enumerate(losses[:2]):
-        part.on_epoch_end(epoch, {"loss": loss})
-    resumed = begun()
-    callback_state.restore_callbacks([resumed], callback_state.loaded_callbacks(*state.save()))
-    for epoch, loss in enumerate(losses[2:], 2):
-        resumed.on_epoch_end(epoch, {"loss": loss})
-    assert (resumed.best, resumed.wait) == (whole.best, whole.wait) == (0.8, 2)
-
-
 class KeepsMore(keras.callbacks.Callback):
     """What averages, replay buffers and counters keep."""
 
@@ -200,20 +173,6 @@ def test_what_changes_and_cannot_be_saved_is_named_once(capsys: Any) -> None:
     said = capsys.readouterr().err
     assert said.count("Writes.text changes and cannot be saved (str)") == 1 and said.count("Writes.draw") == 1
     assert said.count("\n") == 2 and "secret" not in said, said
-
-
-def test_a_value_that_has_changed_back_is_restored_over_a_later_one() -> None:
-    """Ranks give each other what is not as at the start; what is so again, they must have, too."""
-    ahead, behind = Keeps(), Keeps(patience=5)
-    states = [callback_state.SharedCallbackState([one], None) for one in (ahead, behind)]
-    behind.train()
-    behind.patience, behind.file = 6, "kept"
-    behind.weights[0][:] = 7.0
-    ahead.best = 0.25
-    states[1].restore(states[0].shared())
-    assert (behind.wait, behind.best, behind.seen, behind.weights) == (0, 0.25, [], None)
-    assert behind.patience == 5, "its own at the start"
-    assert behind.file == "kept"
 
 
 def test_what_an_interrupted_end_has_changed_is_undone() -> None:

@@ -82,12 +82,6 @@ def nested() -> dict[str, Any]:
     return {"x": {"left": X[:, :2], "right": X[:, 2:]}, "y": {"a": Y[:, :1], "b": CLASSES}, **rest}
 
 
-def listed() -> Any:
-    """Lists of arrays are several inputs and outputs, as in Keras."""
-    pair = [X[:64, :2], X[:64, 2:]], [Y[:64, :1], Y[:64]]
-    return pair, pair
-
-
 def unshaped() -> Any:
     return tf.data.Dataset.from_generator(lambda: iter([(X, Y)]), output_types=(tf.float32, tf.float32))
 
@@ -134,31 +128,6 @@ def dense(input_shape: tuple[int, ...], num_targets: int) -> keras.Model:
     return keras.Sequential([keras.Input(input_shape), keras.layers.Dense(8), keras.layers.Dense(num_targets)])
 
 
-def dropping(input_shape: tuple[int, ...], num_targets: int) -> keras.Model:
-    layers = [keras.layers.Dense(8), keras.layers.Dropout(0.3), keras.layers.Dense(num_targets)]
-    return keras.Sequential([keras.Input(input_shape), *layers])
-
-
-def two_outputs(input_shape: dict[str, tuple[int, ...]], num_targets: int) -> keras.Model:
-    assert input_shape == {"left": (2,), "right": (4,)} and num_targets == 0
-    inputs = {name: keras.Input(shape, name=name) for name, shape in input_shape.items()}
-    hidden = keras.layers.Concatenate()([*inputs.values()])
-    outputs = {"a": keras.layers.Dense(1, name="a")(hidden), "b": keras.layers.Dense(3, name="b")(hidden)}
-    model = keras.Model(inputs, outputs)
-    classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.05), {"a": "mse", "b": classes}, weighted_metrics={"b": ["accuracy"]})
-    return model
-
-
-def two_of_each(input_shape: list[tuple[int, ...]], num_targets: int) -> keras.Model:
-    inputs = [keras.Input(shape) for shape in input_shape]
-    hidden = keras.layers.Concatenate()(inputs)
-    model = keras.Model(inputs, [keras.layers.Dense(1)(hidden), keras.layers.Dense(3)(hidden)])
-    losses = ["mae", "mae"]
-    model.compile(keras.optimizers.SGD(0.05), losses, loss_weights=[1.0, 0.25], steps_per_execution=2)
-    return model
-
-
 @keras.saving.register_keras_serializable(package="test_configured")
 class Unbuilt(keras.Model):
     def __init__(self, **options: Any) -> None:
@@ -179,34 +148,8 @@ def cubed(y_true: Any, y_pred: Any) -> Any:
     return keras.ops.mean(keras.ops.abs(y_true - y_pred) ** 3, axis=-1)
 
 
-class Cubed(keras.losses.Loss):
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        return cubed(y_true, y_pred)
-
-
-def make_cubed() -> keras.losses.Loss:
-    return Cubed()
-
-
 def no_loss() -> int:
     return 3
-
-
-def of_three(y_true: Any, y_pred: Any, power: float) -> Any:
-    return abs(y_true - y_pred) ** power
-
-
-class Killed(Exception):
-    pass
-
-
-class KillOnce(keras.callbacks.Callback):
-    armed = False
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if KillOnce.armed and int(self.model.optimizer.iterations) == 6:
-            KillOnce.armed = False
-            raise Killed
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
@@ -271,21 +214,6 @@ def test_weights_and_metrics_are_those_of_keras_fit(start: Any, source: str, tmp
     assert "accuracy" not in summary["metrics"], "a regression has none"
 
 
-def test_several_inputs_and_outputs_of_a_compiled_model(start: Any) -> None:
-    model, summary = start("nested", "two_outputs")
-    same(model, reference(nested(), two_outputs)[0])
-    assert "b_accuracy" in summary["metrics"]
-
-
-def test_lists_of_inputs_and_outputs_and_what_else_a_model_is_compiled_with(start: Any, tmp_path: Path) -> None:
-    """A loss in place of the model's own keeps the weights of the outputs, and the steps of a call."""
-    start("listed", "two_of_each", "--tracking.every-steps", "1", "--model.loss", "mse")
-    record = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert record["loss"] == pytest.approx(record["dense_loss"] + 0.25 * record["dense_1_loss"], rel=1e-5)
-    steps = [json.loads(line)["global_step"] for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
-    assert steps == [2, 4, 6]
-
-
 @pytest.mark.parametrize(
     ("source", "model", "options"),
     [
@@ -313,39 +241,12 @@ def test_arrays_of_a_file(start: Any, tmp_path: Path) -> None:
     assert model.output_shape == (None, 3) and summary["numbers"]["num_test"] == 20
 
 
-def test_a_users_loss_may_be_a_function_a_class_or_a_factory() -> None:
-    expected = cubed(X[:, :3], Y)
-    for name in ("cubed", "Cubed", "make_cubed"):
-        loss = models.loss(ModelConfig(loss=f"{__name__}:{name}"))()
-        np.testing.assert_allclose(np.mean(loss(X[:, :3], Y)), np.mean(expected), rtol=1e-6, err_msg=name)
-    for name, message in (
-        ("no_loss", "no_loss returned int, expected"),
-        ("of_three", "of_three needs y_true, y_pred,"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            models.loss(ModelConfig(loss=f"{__name__}:{name}"))()
-
-
 def test_a_loss_replaces_that_of_a_compiled_model_visibly(start: Any, capfd: pytest.CaptureFixture[str]) -> None:
     _, summary = start("in_order", "unbuilt", "--model.loss", "mae")
     assert f"mae, instead of mse in {__name__}:unbuilt" in capfd.readouterr().out
     assert summary["metrics"]["loss"] == pytest.approx(summary["metrics"]["mae"], rel=1e-5)
     _, summary = start("in_order", "unbuilt", name="own")
     assert summary["metrics"]["loss"] != pytest.approx(summary["metrics"]["mae"], rel=1e-2), "the control"
-
-
-def test_killed_within_an_epoch_and_resumed(start: Any) -> None:
-    source = "batches"
-    options = (*MSE, "--checkpoint.every-steps", "1", "--train.callbacks", f"{__name__}:KillOnce")
-    _, whole = start(source, "dropping", *options, name="whole")
-    KillOnce.armed = True
-    with pytest.raises(Killed):
-        start(source, "dropping", *options, name="killed")
-    _, resumed = start(source, "dropping", *options, name="killed")
-    assert resumed["resumed_from"] and resumed["checksum"] == whole["checksum"]
-    assert resumed["metrics"] == whole["metrics"]
-    _, again = start(source, "dropping", *options, name="killed")
-    assert again["started"] == resumed["started"], "a complete run is trained again"
 
 
 # ---- refused -------------------------------------------------------------------------------------------------------

@@ -18,8 +18,6 @@ ROWS = 47
 """which no number of ranks divides, with a smaller last batch"""
 X = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
 Y = np.arange(ROWS)
-TABLE = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(tf.constant(Y), tf.constant(Y[::-1])), -1)
-SCALE = tf.Variable(3.0)
 
 
 def rows():
@@ -34,37 +32,10 @@ def drawn(x, y):
     return x + tf.random.uniform([], seed=3), y
 
 
-def of_number(x, y):
-    return x + tf.random.stateless_uniform([3], [1, y]), y
-
-
 def centered(x, y):
     return x - tf.reduce_mean(x, 0), y
 
 
-def nested(x, y):
-    return {"x": x, "pair": (x[:1], TABLE.lookup(y))}, tf.cond(y % 2 == 0, lambda: y, lambda: -y)
-
-
-DIVIDED = {
-    "map": lambda: rows().shuffle(50, seed=1).map(twice).batch(16).prefetch(2),
-    "parallel": lambda: rows().shuffle(50, seed=1).map(of_number, num_parallel_calls=2).batch(16, num_parallel_calls=2),
-    "two maps": lambda: rows().shuffle(9, seed=2).map(twice).prefetch(1).map(nested).batch(16, drop_remainder=True),
-    "a variable": lambda: rows().map(lambda x, y: (SCALE * x, y)).batch(16),
-    "repeat": lambda: rows().shuffle(50, seed=1).map(twice).repeat(2).skip(3).take(70).batch(16),
-    "repeat after batch": lambda: rows().shuffle(50, seed=1).map(twice).batch(16).repeat(2).take(5),
-    "one value": lambda: tf.data.Dataset.range(ROWS).map(lambda n: 2 * n).batch(5),
-    "map after batch": lambda: rows().shuffle(50, seed=1).batch(16).map(twice).prefetch(1),
-    "of a number of rows": lambda: rows().batch(16, drop_remainder=True).map(twice),
-    "both": lambda: rows().map(of_number).batch(16).map(lambda x, y: ((x, x), y)),
-    "ragged": lambda: tf.data.Dataset.range(ROWS).map(lambda n: tf.RaggedTensor.from_row_lengths([n, n], [2])).batch(8),
-    "zip": lambda: (
-        tf.data.Dataset.zip((rows(), rows().skip(1))).map(lambda one, other: (one[0] + other[0], 1)).batch(7)
-    ),
-    "cache of batches": lambda: rows().shuffle(9, seed=1).batch(16).map(twice).cache().prefetch(1),
-    "small batches": lambda: rows().map(twice).batch(2),
-    "cache of rows": lambda: rows().map(drawn).cache().shuffle(20, seed=1).map(twice).batch(16),
-}
 WHOLE = {
     "no map": (lambda: rows().batch(16), ""),
     "random": (lambda: rows().map(drawn).batch(16), "map() with random_uniform"),
@@ -78,54 +49,6 @@ WHOLE = {
     "padded": (lambda: rows().map(twice).padded_batch(16), "padded_batch() pads"),
     "no batch": (lambda: tf.data.Dataset.from_tensors((X, Y)).map(twice), "it has no batch()"),
 }
-
-
-def num_rows(leaf):
-    return int(leaf.nrows() if isinstance(leaf, tf.RaggedTensor) else len(leaf))
-
-
-def own_rows(element):
-    """Rows of a rank's element; none, if it has a placeholder."""
-    header, part = element
-    return tf.nest.map_structure(lambda leaf: leaf[: num_rows(leaf) if header.shares[0] > 0 else 0], part)
-
-
-def joined(elements):
-    """Whole batch of the rows of all ranks' elements."""
-    return tf.nest.map_structure(lambda *leaves: tf.concat(leaves, 0), *map(own_rows, elements))
-
-
-def same(one, other):
-    pairs = zip(tf.nest.flatten(one, True), tf.nest.flatten(other, True), strict=True)
-    return all(np.array_equal(left, right) for left, right in pairs)
-
-
-@pytest.mark.parametrize("name", DIVIDED)
-def test_rows_of_all_ranks_joined_are_the_script_s_batches_in_each_epoch(name: str) -> None:
-    size, whole, own = 3, DIVIDED[name](), []
-    for rank in range(size):
-        division, why = division_of(DIVIDED[name]())
-        assert division, why
-        parts = Parts.of_rank(rank, size)
-        assert rank != 1 or division.tried(parts)[0]
-        own.append(division.of_rank(parts))
-    for _ in range(2):
-        batches = [*zip(whole, *own, strict=True)]
-        assert len(batches) > 1
-        for batch, *elements in batches:
-            assert len({float(header.fingerprint) for header, _ in elements}) == 1
-            assert sum(float(header.shares[0]) for header, _ in elements) == pytest.approx(size)
-            assert same(batch, joined(elements)), (batch, elements)
-
-
-def test_a_rank_has_the_parts_of_its_virtual_ranks() -> None:
-    division, _ = division_of(DIVIDED["map"]())
-    assert division
-    whole = [*DIVIDED["map"]()]
-    parts = Parts.of_rank(0, 3, 8)  # three of eight: 6 rows of 16
-    for (header, (x, y)), batch in zip(division.of_rank(parts), whole, strict=True):
-        expected, (x_part, y_part) = parts.cut(batch)
-        assert same((header.shares, header.rows, x, y), (expected.shares, expected.rows, x_part, y_part))
 
 
 def test_functions_run_for_own_rows_only(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
-import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -62,58 +60,6 @@ def _fit(model: keras.Model, folder: Path, *callbacks: Any, **more: Any) -> Any:
     return ringtrain.fit(model, callbacks=callbacks, options=options, **arguments | more)
 
 
-def _callbacks(folder: Path) -> list[keras.callbacks.Callback]:
-    return [
-        keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, min_delta=0.03),
-        keras.callbacks.CSVLogger(str(folder / "log.csv")),
-        keras.callbacks.ModelCheckpoint(str(folder / "best.weights.h5"), save_best_only=True, save_weights_only=True),
-    ]
-
-
-def _weights(model: keras.Model) -> list[Any]:
-    return [*model.get_weights(), *(variable.numpy() for variable in model.optimizer.variables)]
-
-
-@pytest.mark.slow
-def test_killed_and_resumed_is_as_never_interrupted(tmp_path: Path) -> None:
-    """Within the first epoch, at its end, and within the third."""
-    whole, resumed = _model(), _model()
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "killed").mkdir()
-    history = _fit(whole, tmp_path, *_callbacks(tmp_path / "whole"), name="one")
-    for step in (2, 4, 11):
-        with pytest.raises(Killed):
-            _fit(_model(), tmp_path, *_callbacks(tmp_path / "killed"), KillAfter(step), name="other")
-    again = _fit(resumed, tmp_path, *_callbacks(tmp_path / "killed"), name="other")
-    for ours, theirs in zip(_weights(whole), _weights(resumed), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    assert again.history == history.history and again.epoch == history.epoch == [0, 1, 2, 3]
-    assert again.checksum == history.checksum
-    rows = [list(csv.reader((tmp_path / name / "log.csv").open())) for name in ("whole", "killed")]
-    assert rows[0] == rows[1] and len(rows[0]) == 5
-    assert len({(tmp_path / name / "best.weights.h5").stat().st_size for name in ("whole", "killed")}) == 1
-
-
-class RateOfTraining(keras.callbacks.Callback):
-    """Sets the learning rate when training begins, and lowers it in each epoch."""
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self.model.optimizer.learning_rate = 0.1
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.model.optimizer.learning_rate = 0.1 * 0.5**epoch
-
-
-def test_callbacks_that_begin_a_training_change_nothing_in_a_resumed_epoch(tmp_path: Path) -> None:
-    whole, resumed = _model(), _model()
-    _fit(whole, tmp_path, RateOfTraining(), name="one", epochs=2)
-    with pytest.raises(Killed):
-        _fit(_model(), tmp_path, RateOfTraining(), KillAfter(6), name="other", epochs=2)
-    _fit(resumed, tmp_path, RateOfTraining(), name="other", epochs=2)
-    for ours, theirs in zip(_weights(whole), _weights(resumed), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-
-
 class History(keras.callbacks.Callback):
     """A callback of a script with the name of Keras' own."""
 
@@ -127,16 +73,6 @@ def test_a_second_start_returns_the_history_and_other_steps_of_an_epoch_are_refu
     assert again.history == first.history and len(first.history["loss"]) == 2
     with pytest.raises(ConfigError, match="was made with steps of an epoch 4, this run has 2: give fit another name"):
         _fit(_model(), tmp_path, History(), name="one", epochs=4, steps_per_epoch=2)
-
-
-def test_a_multi_optimizer_is_distributed_when_it_is_built(tmp_path: Path) -> None:
-    model = _model()
-    parts = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.01), {".*/bias": keras.optimizers.Adam(0.01)})
-    model.compile(keras.optimizers.MultiOptimizer(parts), "mse")
-    for _ in range(2):
-        _fit(model, tmp_path, epochs=1)
-    hvd.DistributedOptimizer(model.optimizer)
-    assert hvd.check_averaging(model.optimizer).startswith("averaged")
 
 
 def test_the_files_of_a_run(tmp_path: Path) -> None:
@@ -312,24 +248,6 @@ def test_an_error_shows_the_scripts_line() -> None:
     assert lengths[0] == 2 < lengths[1]
 
 
-@pytest.mark.parametrize(("steps_per_epoch", "steps_per_execution"), [(2, 1), (5, 2), (9, 1)])
-def test_steps_per_epoch_of_arrays(steps_per_epoch: int, steps_per_execution: int, tmp_path: Path) -> None:
-    """Two epochs that share a pass, each with a divisor of the 4 or 10 batches; more batches than there are: a pass."""
-    ours, reference = (_model(steps_per_execution=steps_per_execution) for _ in range(2))
-    batch_size = 10 if steps_per_epoch == 5 else 32
-    more = {"steps_per_epoch": steps_per_epoch, "batch_size": batch_size, "shuffle": False, "epochs": 4, "verbose": 0}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Your input ran out of data")
-        history = _fit(ours, tmp_path, **more)
-        expected = reference.fit(X, Y, validation_data=(X[:40], Y[:40]), **more)
-    if steps_per_epoch % steps_per_execution:  # Keras counts the steps of a shorter last call as if it were whole
-        assert int(ours.optimizer.iterations) == 4 * steps_per_epoch
-        return
-    assert history.history == expected.history
-    for ours_, theirs in zip(ours.get_weights(), reference.get_weights(), strict=True):
-        np.testing.assert_array_equal(ours_, theirs)
-
-
 def test_the_model_is_keras_again(tmp_path: Path) -> None:
     model = _model(jit_compile=True)
     history = _fit(model, tmp_path, epochs=1).history
@@ -357,44 +275,6 @@ def test_one_process_compiles_whole_steps_by_xla(tmp_path: Path) -> None:
         expected = model.fit(X, Y, batch_size=32, epochs=4, shuffle=False, validation_data=(X[:40], Y[:40]), verbose=0)
         is_same = all(map(np.array_equal, ours.get_weights(), model.get_weights()))
         assert is_same == (history == expected.history) == (model is reference)
-
-
-def test_validation_by_whole_batches(tmp_path: Path) -> None:
-    """A metric that is a function of a batch is that of Keras, also with steps and another batch size."""
-
-    def largest(y_true: Any, y_pred: Any) -> Any:
-        return keras.ops.max(keras.ops.abs(y_true - y_pred))
-
-    ours, reference = _model(), _model()
-    for model in (ours, reference):
-        model.compile("sgd", "mse", metrics=[largest])
-    more = {"shuffle": False, "validation_batch_size": 7, "validation_steps": 3, "epochs": 1}
-    history = _fit(ours, tmp_path, **more)
-    data = {"validation_data": (X[:40], Y[:40]), "batch_size": 32, "verbose": 0}
-    assert history.history["val_largest"] == reference.fit(X, Y, **more, **data).history["val_largest"]
-
-
-class _Kappa(keras.metrics.Metric):
-    """Needs values, which a trace does not have."""
-
-    def __init__(self) -> None:
-        super().__init__(name="kappa")
-        self.hits = self.add_weight(name="hits", initializer="zeros")
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.hits.assign_add(float((y_true.numpy() > y_pred.numpy()).sum()))
-
-    def result(self) -> Any:
-        return self.hits + 0.0
-
-
-def test_a_metric_that_needs_values_runs_eagerly(tmp_path: Path) -> None:
-    ours, reference = (_model(run_eagerly=True) for _ in range(2))
-    for model in ours, reference:
-        model.compile("adam", "mse", metrics=[_Kappa()], run_eagerly=True)
-    held_out = {"shuffle": False, "epochs": 2, "validation_data": (X[:40], Y[:40])}
-    expected = reference.fit(X, Y, batch_size=32, verbose=0, **held_out).history
-    assert _fit(ours, tmp_path, **held_out).history == expected
 
 
 def test_a_weight_that_begins_with_infinity_is_saved(tmp_path: Path) -> None:
@@ -430,32 +310,6 @@ def test_what_ranks_cannot_train_is_refused_by_name(tmp_path: Path) -> None:
         _fit(own, tmp_path)
 
 
-def test_inputs_alone(tmp_path: Path) -> None:
-    """A model that adds its own loss has no targets."""
-
-    class Coder(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = keras.Sequential([keras.layers.Dense(2), keras.layers.Dense(6)])
-
-        def call(self, inputs: Any) -> Any:
-            outputs = self.parts(inputs)
-            self.add_loss(keras.ops.mean(keras.ops.square(outputs - inputs)))
-            return outputs
-
-    def make() -> keras.Model:
-        keras.utils.set_random_seed(1)
-        model = Coder()
-        model(X[:1])
-        model.compile("sgd")
-        return model
-
-    ours, reference = make(), make()
-    options = Config(run=RunConfig(directory=str(tmp_path)))
-    history = ringtrain.fit(ours, X, batch_size=32, epochs=2, shuffle=False, verbose=0, options=options)
-    assert history.history == reference.fit(X, batch_size=32, epochs=2, shuffle=False, verbose=0).history
-
-
 def test_data_that_are_no_arrays(tmp_path: Path) -> None:
     for x, kind in (
         (iter(()), "builtins"),
@@ -484,7 +338,6 @@ class Largest(keras.metrics.Metric):
 
 def _unlike(model: keras.Model) -> list[str]:
     """What may differ on several ranks."""
-    from ringtrain import hvd
     from ringtrain.sources.unlike import unlike_one_process
 
     hvd.init()

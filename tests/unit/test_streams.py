@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.data.ops import iterator_ops
-from test_fit_alone import KillAfter, Killed, X, Y, _model, _weights
+from test_fit_alone import KillAfter, Killed, X, Y, _model
 
 import ringtrain
 from ringtrain import data, hvd
 from ringtrain.config import CheckpointConfig, Config, HealthConfig, RunConfig
-from ringtrain.data import pipeline_graph
 from ringtrain.data.pipeline_graph import random_operations
 from ringtrain.errors import ConfigError, DataError
 
@@ -56,41 +55,11 @@ def _ids_of(part: Any) -> Any:
     return leaf if leaf.ndim == 1 else leaf[:, 0]
 
 
-@pytest.mark.parametrize(("num_rows", "size"), [(50, 2), (50, 3), (49, 2)])
-def test_every_row_once_per_epoch(num_rows: int, size: int) -> None:
-    steps = _epochs(lambda: _ids(num_rows), size, 1)
-    trained = [row for ranks in steps for share, _, rows in ranks if share for row in rows]
-    assert sorted(trained) == list(range(num_rows))
-    for ranks in steps:
-        num_in_step = sum(len(rows) for share, _, rows in ranks if share)
-        for share, _, rows in ranks:
-            assert share == pytest.approx(len(rows) * size / num_in_step) or (share == 0 and len(rows) == 1)
-        assert len({fingerprint for _, fingerprint, _ in ranks}) == 1
-
-
 def test_a_shuffle_without_a_seed_has_other_fingerprints() -> None:
     ranks = _epochs(lambda: _ids(seed=None), 2, 1)[0]
     assert len({fingerprint for _, fingerprint, _ in ranks}) == 2
     fingerprints = [ranks[0][1] for ranks in _epochs(_ids, 2, 2)]
     assert len(set(fingerprints)) == len(fingerprints) and max(fingerprints) < 2**31
-
-
-def test_epochs_are_keras_and_a_resumed_one_is_the_same() -> None:
-    dataset = _ids()
-    iterations = [[batch["id"].numpy().tolist() for batch in dataset] for _ in range(5)]
-    keras_rows = [*iterations[0], *iterations[2], *iterations[4]]
-    rows = [ranks[0][2].tolist() for ranks in _epochs(_ids, 1, 3)]
-    assert rows == keras_rows and rows[:7] != rows[7:14]
-    assert [ranks[0][2].tolist() for ranks in _epochs(_ids, 1, 3, first=1, first_step=3)] == rows[10:]
-
-
-def test_sparse_and_ragged_rows() -> None:
-    dense = np.eye(6)
-    parts = {"sparse": tf.sparse.from_dense(dense), "ragged": tf.ragged.constant([[i] * i for i in range(6)])}
-    dataset = tf.data.Dataset.from_tensor_slices(parts).batch(6)
-    _, part = next(data.StreamRows(_stream(dataset), data.Parts.of_rank(1, 4))(0))
-    assert tf.sparse.to_dense(part["sparse"]).numpy().tolist() == dense[2:4].tolist()
-    assert part["ragged"].to_list() == [[2, 2], [3, 3, 3]]
 
 
 def test_batch_size_and_part() -> None:
@@ -118,29 +87,6 @@ def _even_ids(cached: bool = False) -> tf.data.Dataset:
     return ids.cache().shuffle(3, seed=1) if cached else ids
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_an_unknown_length_is_counted_without_an_iteration(cached: bool) -> None:
-    stream = _stream(_even_ids(cached))
-    assert stream.num_batches == 7  # of 25 rows
-    trained = [ranks[0][2].tolist() for ranks in _epochs(lambda: stream, 1, 3)]
-    untouched = _even_ids(cached)
-    assert trained == [batch["id"].numpy().tolist() for _ in range(3) for batch in untouched]
-    assert sorted(row for rows in trained[:7] for row in rows) == list(range(0, 50, 2))
-
-
-def test_a_stream_that_was_counted_in_place_resumes_with_the_order_of_its_epoch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(pipeline_graph, "copy_of", lambda dataset: None)
-
-    def epochs(*numbers: int) -> list[list[int]]:
-        rows = data.StreamRows(_stream(_even_ids(cached=True)), data.Parts.of_rank(0, 1))
-        return [np.concatenate([batch["id"] for batch in rows(epoch, 0)]).tolist() for epoch in numbers]
-
-    first, second = epochs(0, 1)
-    assert first != second and epochs(1) == [second]
-
-
 def test_counting_changes_no_variable() -> None:
     drawn = tf.Variable(0.0)
     _stream(tf.data.Dataset.range(5).map(lambda row: drawn.assign_add(1.0)).filter(lambda row: row > 1).batch(2))
@@ -154,12 +100,6 @@ def test_batches_read_without_training_are_progress() -> None:
     counted = hvd.step_timing.PLACE.changes
     next(data.StreamRows(stream, data.Parts.of_rank(0, 1))(1, 5))
     assert (counted - before, hvd.step_timing.PLACE.changes - counted) == (7, 5)
-
-
-def test_a_call_of_several_steps_reads_whole_calls() -> None:
-    """4 steps at once and 10 an epoch read 12 batches in each, also before the step at which a run resumes."""
-    stream = _stream(tf.data.Dataset.range(99), 10)
-    assert int(next(data.StreamRows(stream, data.Parts.of_rank(0, 1), 4)(2, 4))) == 2 * 12 + 4
 
 
 def test_rows_are_shuffled_within_their_batches() -> None:
@@ -278,17 +218,6 @@ def test_steps_of_training_say_nothing_of_the_batches_of_validation() -> None:
     assert (sizes.batch_size, sizes.validation_batch_size) == (500, 32)
 
 
-@pytest.mark.parametrize("make", [_generated, lambda: _ids().repeat()])
-def test_all_epochs_of_given_steps_are_one_iteration(make: Any) -> None:
-    def steps(**begin: Any) -> list[Any]:
-        return [ranks[0][2].tolist() for ranks in _epochs(lambda: _stream(make(), 4), 1, 3, **begin)]
-
-    whole = steps()
-    assert len(whole) == 12 and steps(first=1, first_step=3) == whole[7:]
-    batches = itertools.islice(make(), 12)
-    assert whole == [np.asarray(keras.tree.flatten(batch)[0]).reshape(-1).tolist() for batch in batches]
-
-
 @pytest.mark.parametrize(
     ("x", "steps", "message"),
     [
@@ -305,23 +234,6 @@ def test_lengths_that_do_not_fit(x: Any, steps: int | None, message: str) -> Non
         _stream(x, steps)
 
 
-def test_validation_batches() -> None:
-    def held_out(validation_data: Any, steps: int | None = None) -> list[Any]:
-        given = {"x": X, "y": Y, "shuffle": False, "validation_data": validation_data, "validation_steps": steps}
-        test = data.inputs(data.FitArguments(**given), 32)[1]
-        numbers = range(len(test))
-        again = [[_ids_of(batch).tolist() for batch in data.evaluation_batches(test, numbers, 1)] for _ in range(2)]
-        assert again[0] == again[1]
-        return again[0]
-
-    assert held_out(_generated(), 2) == [[*range(8)], [*range(8, 16)]]
-    assert held_out(Batches(), 2) == held_out(Batches())[:2] and len(held_out(Batches())) == 7
-    assert len(held_out(tf.data.Dataset.range(9).batch(2), 3)) == len(held_out(tf.data.Dataset.range(5).batch(2))) == 3
-    for endless in (_generated(), _ids().repeat()):
-        with pytest.raises(DataError, match=r"validation_data.*expected validation_steps"):
-            held_out(endless)
-
-
 def _pairs() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X.astype("float32"), Y.astype("float32"))).shuffle(100, seed=2).batch(32)
 
@@ -335,79 +247,17 @@ def _fit(model: keras.Model, folder: Path, *callbacks: Any, **more: Any) -> Any:
     return ringtrain.fit(model, x, options=options, **arguments | more)
 
 
-def _without_dropout(**more: Any) -> keras.Model:
-    """After an epoch of unknown length Keras counts an update and draws a seed without a batch: Adam would differ."""
-    keras.utils.set_random_seed(3)
-    layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dense(3)]
-    model = keras.Sequential([keras.Input((6,)), *layers])
-    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"], **more)
-    return model
-
-
-def _large_pairs() -> tf.data.Dataset:
-    """Of unknown length."""
-    return _pairs().unbatch().filter(lambda x, y: x[0] > 0).batch(16)
-
-
-@pytest.mark.parametrize(
-    ("make", "steps", "more"),
-    [
-        (_pairs, 1, {}),
-        (_pairs, 1, {"steps_per_epoch": 4}),
-        (_large_pairs, 1, {}),
-        (_large_pairs, 3, {}),
-        (lambda: _large_pairs().cache().shuffle(9, seed=1), 3, {}),
-        (lambda: _pairs().repeat(), 3, {"steps_per_epoch": 5}),
-    ],
-)
-def test_alone_it_is_keras_fit(make: Any, steps: int, more: dict[str, Any], tmp_path: Path) -> None:
-    ours, reference = (_without_dropout(steps_per_execution=steps) for _ in range(2))
-    tf.random.set_seed(4)
-    history = _fit(ours, tmp_path, x=make(), **more)
-    held_out = tf.data.Dataset.from_tensor_slices((X[:40], Y[:40])).batch(16)
-    tf.random.set_seed(4)
-    expected = reference.fit(make(), epochs=3, verbose=0, validation_data=held_out, **more)
-    for one, other in zip(ours.get_weights(), reference.get_weights(), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-8)
-    for metric, values in expected.history.items():
-        np.testing.assert_allclose(history.history[metric], values, rtol=1e-6)
-
-
 def _of_numpy(num_batches: int = 99) -> Any:
     draw = np.random.default_rng(1)
     for _ in range(num_batches):
         yield draw.normal(size=(16, 6)), draw.normal(size=(16, 3))
 
 
-class Pairs(keras.utils.PyDataset):
-    num_batches = 4
-
-    def __getitem__(self, index: int) -> Any:
-        noise = np.random.rand(32, 6)
-        return X[index * 32 :][:32] + noise[: len(X) - index * 32], Y[index * 32 :][:32]
-
-
-@pytest.mark.parametrize("kind", ["tf.data", "PyDataset", "generator"])
-def test_killed_and_resumed(kind: str, tmp_path: Path) -> None:
-    """Within the first epoch, at its end, and within the third."""
-    whole, resumed = _model(), _model()
-    make: Any = {"tf.data": _pairs, "PyDataset": Pairs, "generator": _of_numpy}[kind]
-    more = {"steps_per_epoch": 4} if kind == "generator" else {}
-    history = _fit(whole, tmp_path, name="whole", x=make(), **more)
-    for step in (2, 4, 9):
-        with pytest.raises(Killed):
-            _fit(_model(), tmp_path, KillAfter(step), name="killed", x=make(), **more)
-    again = _fit(resumed, tmp_path, name="killed", x=make(), **more)
-    assert again.history == history.history
-    for ours, theirs in zip(_weights(whole), _weights(resumed), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-
-
 def test_another_number_of_steps_at_once_is_refused_where_it_reads_other_batches(tmp_path: Path) -> None:
-    """10 steps of an epoch read and train 12 batches in calls of 4; other datasets end with an epoch."""
+    """10 steps of an epoch read and train 12 batches in calls of 4."""
 
     def fit(name: str, steps: int, *callbacks: Any, **more: Any) -> keras.Model:
-        model = _without_dropout(steps_per_execution=steps)
+        model = _model(steps_per_execution=steps)
         _fit(model, tmp_path, *callbacks, name=name, epochs=2, **more)
         return model
 
@@ -416,18 +266,15 @@ def test_another_number_of_steps_at_once_is_refused_where_it_reads_other_batches
         fit("endless", 4, KillAfter(12), x=_of_numpy(), **endless)
     with pytest.raises(ConfigError, match="made with steps_per_execution 4, this run has 1: give fit another name"):
         fit("endless", 1, x=_of_numpy(), **endless)
-    with pytest.raises(Killed):
-        fit("pairs", 3, KillAfter(3))
-    for ours, theirs in zip(fit("pairs", 2).get_weights(), fit("whole", 1).get_weights(), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_another_number_of_batches_without_a_seed_is_refused(tmp_path: Path) -> None:
     """They are counted at each start."""
+    of_unknown_length = _pairs().unbatch().filter(lambda x, y: x[0] > 0).batch(16)
     with pytest.raises(Killed):
-        _fit(_model(), tmp_path, KillAfter(3), name="counted", x=_large_pairs())
+        _fit(_model(), tmp_path, KillAfter(3), name="counted", x=of_unknown_length)
     with pytest.raises(ConfigError, match="made with training samples 64, this run has 48: give fit another name"):
-        _fit(_model(), tmp_path, name="counted", x=_large_pairs().skip(1))
+        _fit(_model(), tmp_path, name="counted", x=of_unknown_length.skip(1))
 
 
 def test_a_shard_that_ends_early_is_an_error(tmp_path: Path) -> None:
@@ -449,30 +296,17 @@ def test_data_that_end_early_are_an_error(steps: int, tmp_path: Path) -> None:
         _fit(_model(steps_per_execution=steps), tmp_path, x=_of_numpy(4 + steps), steps_per_epoch=4)
 
 
-def test_a_later_epoch_may_be_shorter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """As in Keras, with its metrics and validation."""
-
-    def make(*lengths: int) -> tf.data.Dataset:
-        of_iterations = iter(lengths)
-
-        def batches() -> Any:
-            for index in range(next(of_iterations)):
-                yield X[16 * index :][:16], Y[16 * index :][:16]
-
+def test_a_later_epoch_may_be_shorter_and_what_is_longer_is_not_trained(tmp_path: Path, capfd) -> None:
+    def fit(*lengths: int) -> str:
+        of_iterations = iter(lengths)  # the first one is counted
         spec = (tf.TensorSpec([None, 6], tf.float64), tf.TensorSpec([None, 3], tf.float64))
-        return tf.data.Dataset.from_generator(batches, output_signature=spec)
+        x = tf.data.Dataset.from_generator(lambda: _of_numpy(next(of_iterations)), output_signature=spec)
+        _fit(_model(), tmp_path, x=x)
+        return capfd.readouterr().err
 
-    ours, reference = _without_dropout(), _without_dropout()
-    held_out = {"validation_data": (X[:40], Y[:40])}
-    history = _fit(ours, tmp_path, x=make(5, 5, 3, 5), **held_out)  # one to count
-    assert "not trained" not in (said := capfd.readouterr().err) and "ended after 3 of 5 batches" in said
-    expected = reference.fit(make(5, 3, 5), epochs=3, verbose=0, **held_out)
-    for one, other in zip(ours.get_weights(), reference.get_weights(), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-8)
-    for metric, values in expected.history.items():
-        np.testing.assert_allclose(history.history[metric], values, rtol=1e-6)
-    _fit(ours, tmp_path, x=make(2, 2, 3, 2))
-    assert "an epoch of the data has more than 2 batches: not trained" in capfd.readouterr().err
+    shorter = fit(5, 5, 3, 5)
+    assert "ended after 3 of 5 batches" in shorter and "not trained" not in shorter
+    assert "an epoch of the data has more than 2 batches: not trained" in fit(2, 2, 3, 2)
 
 
 def test_nothing_reads_on_after_training(tmp_path: Path) -> None:

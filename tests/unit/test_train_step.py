@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -26,20 +25,6 @@ def model_with_a_step_of_its_object(seen: list[str]) -> Any:
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     vars(model)["train_step"] = lambda batch: seen.append("own")
     return model
-
-
-@pytest.mark.parametrize("order", [*itertools.permutations(("rows", "ranks", "timing"))])
-def test_layers_have_one_order_whoever_comes_first(order: tuple[str, ...]) -> None:
-    seen: list[str] = []
-    model = model_with_a_step_of_its_object(seen)
-    for layer in order:
-        train_step.wrap(model, layer, noting(seen, layer))
-    model.train_step(None)
-    assert seen == ["timing", "ranks", "rows", "own"]
-    seen.clear()
-    train_step.unwrap(model, "ranks")
-    model.train_step(None)
-    assert seen == ["timing", "rows", "own"]
 
 
 def test_afterwards_a_model_has_the_layers_that_it_had() -> None:
@@ -72,14 +57,6 @@ def test_weights_that_a_step_assigns_are_noted() -> None:
     assert [id(weight) for weight in assigned] == [id(bias), id(kernel)]
     kernel.assign(kernel * 2)
     assert len(assigned) == 2 and "assign" not in vars(kernel)
-
-
-def test_without_layers_the_step_is_that_of_the_class() -> None:
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    train_step.wrap(model, "timing", noting([], "timing"))
-    assert "train_step" in vars(model)
-    train_step.unwrap(model, "timing")
-    assert "train_step" not in vars(model)
 
 
 def test_a_step_that_a_callback_sets_later_is_kept_with_what_it_calls() -> None:

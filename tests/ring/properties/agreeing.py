@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from typing import ClassVar
 
 import keras
 import numpy as np
@@ -44,14 +43,6 @@ def a_disturbed_weight_is_named():
     assert "dense" in message and "bias" in message
     expected = "rank 0" if hvd.size() == 2 else "ranks 0, 2"
     assert message.endswith(expected)
-
-
-def a_disturbed_slot_is_named():
-    model = _trained()
-    if hvd.rank() == hvd.size() - 1:
-        slot = model.optimizer.variables[3]
-        slot.assign(slot + 1)
-    assert "momentum" in small.raised(OutOfSync, lambda: hvd.check_in_sync(model))
 
 
 def a_missing_variable_is_noticed():
@@ -152,40 +143,6 @@ class Bypassing(keras.optimizers.SGD):
             variable.assign_sub(0.1 * grad)
 
 
-class Undescribed(keras.optimizers.SGD):
-    """Its argument is missing in get_config."""
-
-    def __init__(self, strength):
-        super().__init__(0.1)
-        self.strength = strength
-
-    def apply_gradients(self, grads_and_vars):
-        super().apply_gradients([(self.strength * grad, variable) for grad, variable in grads_and_vars])
-
-
-class ByPath(keras.optimizers.SGD):
-    """Knows a factor for each variable of its model."""
-
-    factors: ClassVar = {}
-
-    def apply_gradients(self, grads_and_vars):
-        super().apply_gradients([(self.factors[v.path] * grad, v) for grad, v in grads_and_vars])
-
-
-class Halving(keras.optimizers.SGD):
-    """Changes what it hands on."""
-
-    def apply(self, grads, trainable_variables=None):
-        super().apply([0.5 * grad for grad in grads], trainable_variables)
-
-
-class Unmakable(Bypassing):
-    """Bypasses the reduction, and cannot be tried."""
-
-    def __init__(self, strength):
-        super().__init__(0.1)
-
-
 def averaging_is_proved_through_the_optimizers_own_methods():
     wrap = hvd.DistributedOptimizer
     assert hvd.check_averaging(wrap(Centralizing())) == "averaged"
@@ -200,35 +157,6 @@ def averaging_is_proved_through_the_optimizers_own_methods():
     deaf = wrap(keras.optimizers.SGD(0.1))
     type(deaf).reduce = lambda self, grads, variables: grads
     assert "expected" in small.raised(OutOfSync, lambda: hvd.check_averaging(deaf))
-
-
-def optimizers_that_no_probe_can_try_are_taken_and_checked_by_their_first_step():
-    wrap = hvd.DistributedOptimizer
-    for make in (lambda: Undescribed(0.5), ByPath, Halving, lambda: keras.optimizers.LossScaleOptimizer(Halving())):
-        assert hvd.check_averaging(wrap(make())) == "averaged (the reduction alone was tested)"
-        model, optimizer = small.build(), wrap(make())
-        ByPath.factors = {variable.path: 0.5 for variable in model.trainable_variables}
-        small.train(model, optimizer, small.shares(2))
-        hvd.check_in_sync(model)
-    without = wrap(Halving())
-    type(without).reduction = _Unreduced(without.reduction)
-    assert "expected" in small.raised(OutOfSync, lambda: hvd.check_averaging(without))
-    model = small.build()
-    model.compile(wrap(Unmakable(1.0)), "mse")
-    assert "apply_gradients did not" in small.raised(OutOfSync, lambda: model.train_on_batch(*small.shares(1)[0]))
-
-
-class _Unreduced:
-    """A reduction that returns what it is given."""
-
-    def __init__(self, reduction):
-        self.reduction = reduction
-
-    def __getattr__(self, name):
-        return getattr(self.reduction, name)
-
-    def __call__(self, gradients, variables, local):
-        return gradients
 
 
 def the_check_leaves_the_optimizer_as_it_is():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -47,64 +46,6 @@ def horovods_own_wrapper_trains_a_model_per_rank():
     assert small.spread(model) > 1e-3
 
 
-def clipping_decay_and_averages_come_after_the_reduction():
-    for options in ({"clipnorm": 0.01}, {"global_clipnorm": 0.01}, {"clipvalue": 0.001}, {"weight_decay": 0.1}):
-        _equals_big_batch(lambda options=options: keras.optimizers.SGD(0.1, momentum=0.9, **options))
-    _equals_big_batch(lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=2))
-    _equals_big_batch(lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)))
-
-
-def uneven_shares_equal_big_batch():
-    """As in elastic runs: of a sample less than would be even, and of one sample, which one rank has."""
-    os.environ["HOROVOD_ELASTIC"] = "1"
-    try:
-        for make in (
-            lambda: keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5),
-            lambda: keras.optimizers.Adam(0.01),
-        ):
-            weighted, unweighted = (_train_unevenly(make(), weighted) for weighted in (True, False))
-            batches = small.global_batches(3)
-            reference = small.alone(
-                small.build(), make(), [(x[:-1], y[:-1]) for x, y in batches] + [(x[:1], y[:1]) for x, y in batches]
-            )
-            _close(weighted, reference)
-            assert small.distance(unweighted, reference) > 1e-4
-    finally:
-        del os.environ["HOROVOD_ELASTIC"]
-
-
-def _train_unevenly(optimizer, weighted):
-    optimizer, size = hvd.DistributedOptimizer(optimizer), hvd.size()
-    model = small.build()
-    model.compile(optimizer, "mse")
-    for num_samples in (4 * size - 1, 1):
-        for x, y in small.global_batches(3):
-            own = np.array_split(np.arange(num_samples), size)[hvd.rank()]
-            if weighted:
-                hvd.elastic.set_gradient_share(optimizer, len(own) * size / num_samples)
-            own = own if len(own) else np.arange(1)
-            model.train_on_batch(x[own], y[own])
-    return model
-
-
-def multi_optimizer_equals_big_batch():
-    def make():
-        parts = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), {".*bias": keras.optimizers.Adam(0.01)})
-        return keras.optimizers.MultiOptimizer(parts)
-
-    _equals_big_batch(make)
-
-
-def accumulation_equals_big_batch():
-    for clip in ({}, {"global_clipnorm": 0.01}):
-        for accumulate in (_by_horovods_argument, _by_keras_argument):
-            model = small.train(small.build(), accumulate(clip), small.shares(8))
-            updates = small.global_batches(8)
-            merged = [tuple(np.concatenate(part) for part in zip(*updates[i : i + 4], strict=True)) for i in (0, 4)]
-            reference = small.alone(small.build(), keras.optimizers.SGD(0.1, momentum=0.9, **clip), merged)
-            _close(model, reference)
-
-
 def backward_passes_are_summed_unless_averaged():
     summed = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=4)
     averaged = hvd.DistributedOptimizer(
@@ -127,33 +68,6 @@ def accumulation_reduces_once_per_update():
         if hvd.rank() == 0:
             counts = {passes: _num_allreduces(timeline) for passes, timeline in timelines.items()}
             assert counts == {1: 8 * 4, 4: 2 * 4}, counts
-
-
-def steps_per_execution_and_eager_mode_equal_big_batch():
-    x, y = (np.concatenate(part) for part in zip(*small.shares(6), strict=True))
-    reference = small.alone(small.build(), keras.optimizers.SGD(0.1, momentum=0.9), small.global_batches(6))
-    for options in ({"steps_per_execution": 3}, {"run_eagerly": True}):
-        model = small.build()
-        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), "mse", **options)
-        model.fit(x, y, batch_size=small.BATCH, shuffle=False, verbose=0)
-        _close(model, reference)
-
-
-def custom_loop_equals_big_batch():
-    model, optimizer = small.build(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
-    optimizer.build(model.trainable_variables)
-
-    @tf.function
-    def step(x, y):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
-        optimizer.apply_gradients(
-            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
-        )
-
-    for x, y in small.shares(4):
-        step(tf.constant(x), tf.constant(y))
-    _close(model, small.alone(small.build(), keras.optimizers.SGD(0.1, momentum=0.9), small.global_batches(4)))
 
 
 def sum_predivide_groups_and_fp16():
@@ -294,40 +208,6 @@ def tapes_sum_sparse_gradients_in_one_order():
     assert len(theirs.indices) == 3 * hvd.size()
 
 
-def sparse_as_dense_is_the_same_with_one_rank():
-    """Adam squares a row's gradients one by one where they are sparse, and their sum where they are dense."""
-    variable = keras.Variable(np.zeros((2, 1)), dtype="float64")
-    sizes, alone = [hvd.size(), 1], [hvd.add_process_set([rank]) for rank in range(hvd.size())]
-    try:
-        for size, process_set in zip(sizes, (hvd.global_process_set, alone[hvd.rank()]), strict=True):
-            variable.assign(np.zeros((2, 1)))
-            optimizer = hvd.DistributedOptimizer(
-                keras.optimizers.Adam(0.1, beta_2=0.9), sparse_as_dense=True, process_set=process_set
-            )
-            for entries in ([1.0, 3.0], [2.0, -1.0]):
-                gradient = tf.IndexedSlices(
-                    tf.constant([[e] for e in entries], tf.float64), tf.constant([0, 0]), tf.constant([2, 1])
-                )
-                optimizer.apply_gradients([(gradient, variable)])
-            expected = keras.Variable(np.zeros((2, 1)), dtype="float64")
-            reference = keras.optimizers.Adam(0.1, beta_2=0.9)
-            for total in (4.0, 1.0):
-                reference.apply_gradients([(tf.constant([[total], [0.0]], tf.float64), expected)])
-            assert np.allclose(variable.numpy(), expected.numpy(), atol=1e-12), size
-    finally:
-        for process_set in alone:
-            hvd.remove_process_set(process_set)
-
-
-def bfloat16_gradients_are_averaged():
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False, dtype="bfloat16")])
-    model.layers[0].kernel.assign([[0.0], [0.0]])
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
-    gradient = tf.fill((2, 1), tf.cast(hvd.rank(), tf.bfloat16))
-    optimizer.apply_gradients([(gradient, model.trainable_variables[0])])
-    assert np.allclose(np.float32(model.get_weights()[0]), -(hvd.size() - 1) / 2)
-
-
 def missing_gradients_are_skipped():
     model = small.build()
     unused = keras.Variable(np.ones(2), name="unused", dtype="float64")
@@ -391,25 +271,6 @@ def process_sets_reduce_among_themselves():
         hvd.remove_process_set(alone)
 
 
-@only(np=4, launcher="mpi")
-def two_pairs_of_ranks_train_a_model_each():
-    pairs = [hvd.add_process_set([0, 1]), hvd.add_process_set([2, 3])]
-    try:
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=pairs[hvd.rank() // 2])
-        kernels = hvd.allgather_object(small.train(small.build(), optimizer, small.shares(3)).get_weights()[0])
-        batches, per_rank = small.global_batches(3), small.BATCH
-        for pair in (0, 1):
-            own = slice(2 * pair * per_rank, 2 * (pair + 1) * per_rank)
-            share = [tuple(part[own] for part in batch) for batch in batches]
-            reference = small.alone(small.build(), keras.optimizers.SGD(0.1), share).get_weights()[0]
-            assert np.array_equal(kernels[2 * pair], kernels[2 * pair + 1])
-            assert np.abs(kernels[2 * pair] - reference).max() < 1e-6
-        assert not np.array_equal(kernels[0], kernels[2])
-    finally:
-        for pair in pairs:
-            hvd.remove_process_set(pair)
-
-
 def ranks_may_name_their_layers_differently():
     """Horovod matches tensors by name: a rank that has built a model more must not wait for ever."""
     for _ in range(hvd.rank() + 1):
@@ -427,25 +288,6 @@ def ranks_may_name_their_layers_differently():
     assert hvd.check_in_sync(sparse)
 
 
-def two_optimizers_in_one_step_keep_apart():
-    first, second = small.build(1), small.build(2)
-    optimizers = [hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)) for _ in range(2)]
-    for optimizer, model in zip(optimizers, (first, second), strict=True):
-        optimizer.build(model.trainable_variables)
-
-    @tf.function
-    def step(x, y):
-        for optimizer, model in zip(optimizers, (first, second), strict=True):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(tf.square(model(x) - y))
-            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-
-    for x, y in small.shares(3):
-        step(tf.constant(x), tf.constant(y))
-    for seed, model in ((1, first), (2, second)):
-        _close(model, small.alone(small.build(seed), keras.optimizers.SGD(0.1), small.global_batches(3)))
-
-
 def jit_is_refused_gently():
     """XLA has no kernel for the allreduce: Keras says so and goes on without."""
     model = small.train(
@@ -458,38 +300,18 @@ def jit_is_refused_gently():
     assert other.jit_compile is True
 
 
-class _Gan(keras.Model):
-    """Two networks with optimizers of their own; compile hears of none of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.nets = [small.build(1), small.build(2)]
-
-    def compile(self, *optimizers, **options):
-        super().compile(**options)
-        self.net_optimizers = optimizers
-
-    def train_step(self, data):
-        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-        for net, optimizer in zip(self.nets, self.net_optimizers, strict=True):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(tf.square(net(x) - y))
-            optimizer.apply(tape.gradient(loss, net.trainable_variables), net.trainable_variables)
-        return {"loss": loss}
-
-
 class _Taped(keras.Model):
     """A plain optimizer whose gradients Horovod's tape reduces."""
 
     def __init__(self):
         super().__init__()
-        self.nets = [small.build(1)]
+        self.net = small.build()
 
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
-            loss = tf.reduce_mean(tf.square(self.nets[0](x) - y))
-        variables = self.nets[0].trainable_variables
+            loss = tf.reduce_mean(tf.square(self.net(x) - y))
+        variables = self.net.trainable_variables
         self.optimizer.apply(tape.gradient(loss, variables), variables)
         return {"loss": loss}
 
@@ -502,19 +324,13 @@ def train_steps_that_reduce_go_without_xla_on_a_gpu():
         plain.compile("sgd", "mse", jit_compile="auto")
         assert plain._resolve_auto_jit_compile.__func__.before_ringtrain(plain), "Keras would have used XLA"
         assert not plain.jit_compile
-        for model, optimizers in (
-            (_Gan(), [hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)) for _ in range(2)]),
-            (_Taped(), [keras.optimizers.SGD(0.1)]),
-        ):
-            model.compile(*optimizers)
-            for x, y in small.shares(2):
-                model.train_on_batch(x, y)
-            for seed, net in enumerate(model.nets, 1):
-                _close(net, small.alone(small.build(seed), keras.optimizers.SGD(0.1), small.global_batches(2)))
-            model.compile(*optimizers, jit_compile=True)
-            x, y = small.shares(1)[0]
-            message = small.raised(RingtrainError, lambda model=model, x=x, y=y: model.train_on_batch(x, y))
-            assert "jit_compile=False" in message
+        model = _Taped()
+        model.compile(keras.optimizers.SGD(0.1))
+        for x, y in small.shares(2):
+            model.train_on_batch(x, y)
+        _close(model.net, small.alone(small.build(), keras.optimizers.SGD(0.1), small.global_batches(2)))
+        model.compile(keras.optimizers.SGD(0.1), jit_compile=True)
+        assert "jit_compile=False" in small.raised(RingtrainError, lambda: model.train_on_batch(*small.shares(1)[0]))
 
 
 @contextlib.contextmanager
@@ -582,15 +398,6 @@ def _close(model, reference, tolerance=TIGHT):
 
 def _trained(optimizer, **options):
     return small.train(small.build(), hvd.DistributedOptimizer(optimizer, **options), small.shares(4))
-
-
-def _by_horovods_argument(clip):
-    sgd = keras.optimizers.SGD(0.1, momentum=0.9, **clip)
-    return hvd.DistributedOptimizer(sgd, backward_passes_per_step=4, average_aggregated_gradients=True)
-
-
-def _by_keras_argument(clip):
-    return hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=4, **clip))
 
 
 def _train_on_dense_gradients(model, optimizer, batches):

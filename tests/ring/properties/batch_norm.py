@@ -81,40 +81,11 @@ def without_synchronization_they_differ():
         assert "apart" in message
 
 
-def ranks_may_have_batches_of_different_sizes():
-    x = np.random.default_rng(2).normal(size=(3 * hvd.size(), 5))
-    ends = [3 * hvd.size() if rank == hvd.size() - 1 else 2 * (rank + 1) for rank in range(hvd.size())]
-    own = slice(([0, *ends])[hvd.rank()], ends[hvd.rank()])
-    whole = np.asarray(_norm()(x, training=True))
-    assert np.allclose(hvd.SyncBatchNormalization(dtype="float64")(x[own], training=True), whole[own], atol=TIGHT)
-
-
-def masked_samples_do_not_count():
-    x = np.random.default_rng(2).normal(size=(small.BATCH * hvd.size(), 7, 5))
-    mask = np.random.default_rng(3).random((small.BATCH * hvd.size(), 7)) < 0.7
-    whole = np.asarray(_norm()(x, training=True, mask=tf.constant(mask)))
-    layer = hvd.SyncBatchNormalization(dtype="float64")
-    ours = layer(_share(x), training=True, mask=tf.constant(_share(mask)))
-    assert np.allclose(ours, _share(whole), atol=TIGHT)
-
-
 def a_large_mean_leaves_the_variance_its_digits():
     x = np.random.default_rng(4).normal(1000.0, 0.1, (hvd.size() * 64, 2)).astype(np.float32)
     layer = hvd.SyncBatchNormalization(momentum=0.0)
     layer(x[hvd.rank() * 64 :][:64], training=True)
     assert np.allclose(layer.moving_variance, x.astype(np.float64).var(axis=0), rtol=1e-3)
-
-
-def mixed_precision_trains_in_step():
-    for precision in ("mixed_bfloat16", "mixed_float16"):
-        keras.utils.set_random_seed(7)
-        layers = [keras.layers.Dense(8, dtype=precision), keras.layers.BatchNormalization(dtype=precision)]
-        model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3, dtype=precision)])
-        assert hvd.synchronize_batch_norm(model) == 1
-        small.train(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), small.shares(4))
-        assert small.spread(model) == 0
-        assert np.ptp(model.layers[1].moving_mean) > 0
-        hvd.check_in_sync(model)
 
 
 def only_training_talks_to_other_ranks():
@@ -127,12 +98,6 @@ def only_training_talks_to_other_ranks():
         model.predict(x, verbose=0)
         model.layers[1].trainable = False
         model(x, training=True)
-
-
-def layers_may_have_other_names_on_other_ranks():
-    for _ in range(hvd.rank() + 1):
-        keras.layers.BatchNormalization()
-    training_equals_big_batch()
 
 
 def saved_it_is_the_plain_layer():

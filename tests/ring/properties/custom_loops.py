@@ -80,14 +80,6 @@ def an_optimizer_of_a_model_that_is_not_compiled_is_broadcast_and_checked() -> N
     hvd.check_in_sync(model, optimizer)
 
 
-def a_model_without_any_optimizer_is_broadcast_and_checked() -> None:
-    model = small.build(seed=hvd.rank())
-    hvd.broadcast_model(model)
-    hvd.check_in_sync(model)
-    assert small.spread(model) == 0
-    assert hvd.optimizers_of(model) == []
-
-
 def tapes_reduce_and_variables_are_broadcast_after_the_first_step() -> None:
     if hvd.rank() == 0:
         small.build()  # so that layers have other names here, from which Horovod makes those of messages
@@ -132,39 +124,6 @@ def the_first_step_broadcasts_in_its_graph_and_autograph_says_nothing() -> None:
     hvd.check_in_sync(model, optimizer)
 
 
-def optimizers_that_a_model_holds_are_part_of_its_state() -> None:
-    class Pair(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = small.build(1), small.build(2)
-            self.optimizers = [hvd.DistributedOptimizer(_adam()), hvd.DistributedOptimizer(_adam())]
-            self.built = True
-
-    model = Pair()
-    for optimizer, part in zip(model.optimizers, (model.first, model.second), strict=True):
-        optimizer.build(part.trainable_variables)
-        optimizer._momentums[0].assign(optimizer._momentums[0] + hvd.rank())
-    assert "differs in 2" in small.raised(OutOfSync, lambda: hvd.check_in_sync(model))
-    hvd.broadcast_model(model)
-    hvd.check_in_sync(model)
-    state = hvd.elastic.KerasState(model, model.optimizers[0])
-    x, y = small.shares(1)[0]
-    for optimizer, part in zip(model.optimizers, (model.first, model.second), strict=True):
-        _step_with_optimizer(part, optimizer, tf.constant(x), tf.constant(y))
-    state.restore()
-    assert [int(optimizer.iterations) for optimizer in model.optimizers] == [0, 0]
-    assert small.distance(model.second, small.build(2)) == 0
-
-
-def one_ranks_optimizer_that_is_not_built_is_named() -> None:
-    model = small.build()
-    model.other = hvd.DistributedOptimizer(_adam())
-    if hvd.rank() == 0:
-        model.other.build(model.trainable_variables)
-    message = small.raised(OutOfSync, lambda: hvd.broadcast_model(model, optimizer=keras.optimizers.SGD(0.1)))
-    assert "variables of other optimizers is 2 on rank 1" in message, message
-
-
 def elastic_states_of_a_model_that_is_not_compiled() -> None:
     for kind in (hvd.elastic.KerasState, hvd.elastic.TensorFlowKerasState):
         model, optimizer = small.build(seed=hvd.rank()), hvd.DistributedOptimizer(_adam())
@@ -187,17 +146,6 @@ def elastic_states_of_a_model_that_is_not_compiled() -> None:
         assert state.batch == STEPS
         for value, variable in zip(kept, (*model.weights, *optimizer.variables), strict=True):
             np.testing.assert_array_equal(value, np.array(variable))
-
-
-def an_elastic_state_without_an_optimizer_keeps_the_weights() -> None:
-    model = small.build(seed=hvd.rank())
-    state = hvd.elastic.KerasState(model)
-    state.sync()
-    hvd.check_in_sync(model)
-    before = model.get_weights()[0]
-    model.layers[0].kernel.assign(model.layers[0].kernel + 1)
-    state.restore()
-    np.testing.assert_array_equal(model.get_weights()[0], before)
 
 
 def micro_steps_are_accumulated_also_sparse_and_local_ones() -> None:
@@ -228,44 +176,6 @@ def micro_steps_are_accumulated_also_sparse_and_local_ones() -> None:
         np.testing.assert_allclose(shared.numpy(), [times * mean])
         np.testing.assert_allclose(table.numpy(), [[1.0 - times], [2.0]])
         np.testing.assert_allclose(local.numpy(), [times * (hvd.rank() + 1) / hvd.size()])
-
-
-def sparse_gradients_of_a_tape_equal_the_big_batch() -> None:
-    rows = np.random.default_rng(5).integers(0, 9, (hvd.size() * 4, 3))
-
-    def table() -> Any:
-        return tf.Variable(np.random.default_rng(6).normal(size=(9, 2)))
-
-    def gradient(variable: Any, some: np.ndarray, wrap: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(tf.gather(variable, some)))
-        return wrap(tape).gradient(loss, [variable])[0]
-
-    ours, whole = table(), table()
-    part = rows[hvd.rank() * 4 : (hvd.rank() + 1) * 4]
-    for _ in range(2):
-        keras.optimizers.SGD(0.1).apply_gradients([(gradient(ours, part, hvd.DistributedGradientTape), ours)])
-        keras.optimizers.SGD(0.1).apply_gradients([(gradient(whole, rows, lambda tape: tape), whole)])
-    np.testing.assert_allclose(ours.numpy(), whole.numpy(), rtol=1e-12)
-    assert small.spread_of(ours) == 0
-
-
-def each_process_set_trains_a_model_of_its_own() -> None:
-    sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
-    mine = sets[hvd.rank()]
-    model, reference, optimizer, alone = small.build(), small.build(), _adam(), _adam()
-    for x, y in small.shares(STEPS):
-        with tf.GradientTape() as tape:
-            loss = _loss(model, x, y)
-        gradients = hvd.DistributedGradientTape(tape, process_set=mine).gradient(loss, model.trainable_weights)
-        optimizer.apply(gradients, model.trainable_weights)
-        _step_with_optimizer(reference, alone, x, y)
-    assert small.distance(model, reference) == 0 and small.spread(model) > 0
-    wrapped = hvd.DistributedOptimizer(_adam(), process_set=mine)
-    hvd.broadcast_model(model, hvd.rank(), process_set=mine, optimizer=wrapped)
-    hvd.check_in_sync(model, wrapped)
-    for one in sets:
-        hvd.remove_process_set(one)
 
 
 def a_tape_reduces_groups_of_keras_variables_together() -> None:
@@ -311,36 +221,3 @@ def models_are_loaded_with_optimizers_of_ones_own_and_without() -> None:
         loaded = hvd.load_model(path)
         assert small.distance(loaded, small.build()) == 0
         hvd.broadcast_model(loaded, optimizer=hvd.DistributedOptimizer(_adam()))
-
-
-class WithoutCall(keras.Model):
-    """A model with a step of its own, which Keras never builds: only the model in it is called."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.inner, self.tracker = small.build(seed), keras.metrics.Mean("loss")
-
-    @property
-    def metrics(self) -> list[Any]:
-        return [self.tracker]
-
-    def train_step(self, data: Any) -> dict[str, Any]:
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = _loss(self.inner, x, y)
-        self.optimizer.apply(tape.gradient(loss, self.inner.trainable_weights), self.inner.trainable_weights)
-        self.tracker.update_state(loss)
-        return {"loss": self.tracker.result()}
-
-
-def a_model_that_is_never_called_is_broadcast_before_its_first_step() -> None:
-    model = WithoutCall(seed=7 + hvd.rank())
-    model.compile(hvd.DistributedOptimizer(_adam()))
-    x, y = (np.concatenate(parts) for parts in zip(*small.shares(STEPS), strict=True))
-    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
-    model.fit(x, y, batch_size=small.BATCH, shuffle=False, verbose=0, callbacks=callbacks)
-    hvd.check_in_sync(model)
-    assert small.distance(model.inner, _reference()) < 1e-6
-    incomplete = WithoutCall(1)
-    incomplete.later = keras.layers.Dense(3)
-    assert "no weights yet" in small.raised(ValueError, lambda: hvd.broadcast_model(incomplete))

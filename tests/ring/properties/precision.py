@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import small
 import tensorflow as tf
-from only import only, quick
+from only import quick
 
 import ringtrain.hvd as hvd
 from ringtrain.config import HvdConfig
@@ -30,10 +30,6 @@ def distributed_around_loss_scale():
 
 def loss_scale_around_distributed():
     _overflow_is_everybodys(lambda: keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(_sgd())))
-
-
-def the_one_that_compile_adds():
-    _overflow_is_everybodys(lambda: hvd.DistributedOptimizer(_sgd()))
 
 
 def with_accumulation_and_fp16_compression():
@@ -93,34 +89,6 @@ def an_overflow_of_the_compressed_sum_halves_the_loss_scale():
         assert np.allclose(variable.numpy(), 1 - 0.01 * 32 / 2.0**14, rtol=1e-6)
 
 
-def under_a_loss_scale_gradients_travel_while_others_are_computed(accumulation=None):
-    """No allreduce is in the branch that waits until all gradients are checked, and none is made for the check."""
-    model = small.build(dtype="float32")
-    sgd = keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulation)
-    model.compile(keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(sgd)), "mse")
-    x, y = (tf.constant(part, tf.float32) for part in small.shares(1)[0])
-    model.train_on_batch(x, y)
-    graph = tf.function(lambda x, y: model.train_step((x, y))).get_concrete_function(x, y).graph.as_graph_def()
-    library = {function.signature.name: function.node_def for function in graph.library.function}
-    branches = {
-        node.attr[branch].func.name
-        for nodes in (graph.node, *library.values())
-        for node in nodes
-        for branch in ("then_branch", "else_branch")
-        if branch in node.attr
-    }
-    reduced = {name: sum(node.op == "HorovodAllreduce" for node in nodes) for name, nodes in library.items()}
-    late = sum(reduced[name] for name in branches)
-    early = sum(node.op == "HorovodAllreduce" for node in graph.node) + sum(reduced.values()) - late
-    weights = len(model.trainable_variables)
-    assert (early, late) == ((weights, 0) if accumulation is None else (1, weights)), (early, late)
-
-
-def accumulated_gradients_are_reduced_in_the_branch():
-    """The negative control of the one before."""
-    under_a_loss_scale_gradients_travel_while_others_are_computed(accumulation=2)
-
-
 def local_gradients_that_overflow_skip_the_step_on_all():
     """They are not reduced, so they are finite on some ranks alone."""
     optimizer = keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(_sgd()))
@@ -132,26 +100,6 @@ def local_gradients_that_overflow_skip_the_step_on_all():
     assert shared.numpy() == local.numpy() == 1.0
 
 
-def parts_of_a_multi_optimizer_reduce_once_under_a_loss_scale():
-    def make(wrap):
-        parts = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), {".*bias": keras.optimizers.Adam(0.01)})
-        return keras.optimizers.LossScaleOptimizer(wrap(keras.optimizers.MultiOptimizer(parts)), initial_scale=8.0)
-
-    summing = lambda optimizer: hvd.DistributedOptimizer(optimizer, op=hvd.Sum)  # noqa: E731
-    model = small.train(small.build(), make(hvd.DistributedOptimizer), small.shares(4))
-    assert small.distance(model, small.alone(small.build(), make(small.plain), small.global_batches(4))) < 1e-6
-    assert small.distance(model, small.train(small.build(), make(summing), small.shares(4))) > 1e-3
-
-
-def loss_scale_equals_big_batch_without_overflow():
-    def make(wrap):
-        return keras.optimizers.LossScaleOptimizer(wrap(keras.optimizers.SGD(0.1, momentum=0.9)), initial_scale=8.0)
-
-    model = small.train(small.build(), make(hvd.DistributedOptimizer), small.shares(4))
-    reference = small.alone(small.build(), make(small.plain), small.global_batches(4))
-    assert small.distance(model, reference) < 1e-6
-
-
 def a_check_finite_of_ones_own_is_refused():
     class Own(keras.optimizers.LossScaleOptimizer):
         def check_finite(self, grads):
@@ -159,69 +107,6 @@ def a_check_finite_of_ones_own_is_refused():
 
     message = small.raised(ValueError, lambda: hvd.DistributedOptimizer(Own(_sgd())))
     assert "LossScaleOptimizer(hvd.DistributedOptimizer" in message
-
-
-def mixed_bfloat16_trains_in_step():
-    model, batches = _convolutional("mixed_bfloat16"), _pictures()
-    x, y = batches[0]
-    before = float(np.square(model(x, training=True) - y).mean())
-    small.train(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9)), batches * 5)
-    assert model.layers[0].compute_dtype == "bfloat16" and model.layers[0].kernel.dtype == "float32"
-    assert float(np.square(model(x, training=True) - y).mean()) < before
-    hvd.check_in_sync(model)
-
-
-@only(np=2, launcher="mpi")
-def jit_equals_no_jit():
-    """In float32 to 1e-4 after six steps: XLA adds up in another order. Loss scale and sparse gradients included."""
-    # XLA keeps intermediate results in more than 16 bits: near the largest float16, one may overflow without the other.
-    scaled = lambda sgd: keras.optimizers.LossScaleOptimizer(sgd, initial_scale=8.0)  # noqa: E731
-    for precision, wrap, tolerance in (("float32", small.plain, 1e-4), ("mixed_float16", scaled, 2e-2)):
-        models = [_convolutional(precision) for _ in range(2)]
-        hvd.jit_gradients(models[0])
-        losses = [[], []]
-        for model, seen in zip(models, losses, strict=True):
-            model.compile(hvd.DistributedOptimizer(wrap(_sgd())), "mse", metrics=["mae"], jit_compile=False)
-            for x, y in _pictures():
-                seen.append(model.train_on_batch(x, y))
-            hvd.check_in_sync(model)
-        assert np.allclose(*losses, rtol=tolerance, atol=tolerance), losses
-        assert small.distance(*models) < tolerance
-        assert small.distance(models[0], _convolutional(precision)) > 0
-    embeddings = [_embedding() for _ in range(2)]
-    hvd.jit_gradients(embeddings[0])
-    words = np.random.default_rng(hvd.rank()).integers(0, 20, (4, small.BATCH, 5))
-    for model in embeddings:
-        small.train(model, hvd.DistributedOptimizer(_sgd()), [(x, np.ones((small.BATCH, 2))) for x in words])
-    assert small.distance(*embeddings) < 1e-5
-
-
-@only(launcher="mpi")
-def jit_equals_big_batch_under_fit():
-    x, y = (np.concatenate(part) for part in zip(*small.shares(6), strict=True))
-    reference = small.alone(small.build(), _sgd(), small.global_batches(6))
-    model = small.build()
-    model.compile(hvd.DistributedOptimizer(_sgd()), "mse", jit_compile=False)
-    hvd.jit_gradients(model)
-    model.fit(x, y, batch_size=small.BATCH, shuffle=False, verbose=0)
-    assert small.distance(model, reference) < 1e-6
-
-
-def with_jit_the_gradients_are_compiled_and_the_allreduce_is_not():
-    model = small.build()
-    model.compile(hvd.DistributedOptimizer(_sgd()), "mse", jit_compile=False)
-    hvd.jit_gradients(model)
-    x, y = small.shares(1)[0]
-    model.train_on_batch(x, y)  # builds metrics and slots
-    graph = tf.function(lambda x, y: model.train_step((x, y))).get_concrete_function(tf.constant(x), tf.constant(y))
-    library = {function.signature.name: function for function in graph.graph.as_graph_def().library.function}
-    compiled = {name: function for name, function in library.items() if function.attr["_XlaMustCompile"].b}
-    assert len(compiled) == 1
-    inside = {node.op for function in compiled.values() for node in function.node_def}
-    everywhere = {node.op for function in library.values() for node in function.node_def}
-    everywhere |= {operation.type for operation in graph.graph.get_operations()}
-    assert "MatMul" in inside and "HorovodAllreduce" not in inside
-    assert "HorovodAllreduce" in everywhere
 
 
 def jit_is_refused_where_keras_refuses_it():
@@ -254,10 +139,6 @@ def deterministic_equals_big_batch(deterministic=True):
     assert small.distance(model, small.alone(small.build(), _sgd(), small.global_batches(5))) < 1e-6
 
 
-def not_deterministic_equals_big_batch_too():
-    deterministic_equals_big_batch(deterministic=False)
-
-
 def deterministic_knows_several_dtypes_and_compression():
     variables = [keras.Variable(np.zeros((2, 3)), dtype=dtype) for dtype in ("float32", "float64", "float32")]
     gradients = [tf.cast(tf.fill((2, 3), index + hvd.rank()), v.dtype) for index, v in enumerate(variables)]
@@ -286,31 +167,6 @@ def configure_sets_what_horovod_reads():
     assert environ["HOROVOD_FUSION_THRESHOLD"] == "0"
     environ["HOROVOD_AUTOTUNE"] = "1"
     assert "unset it" in small.raised(ConfigError, lambda: configure(deterministic=True))
-
-
-def _convolutional(precision):
-    keras.utils.set_random_seed(7)
-    options = {"dtype": precision}
-    layers = [
-        keras.layers.Conv2D(4, 3, **options),
-        keras.layers.BatchNormalization(**options),
-        keras.layers.MaxPooling2D(2, **options),
-        keras.layers.Flatten(**options),
-        keras.layers.Dense(2, dtype="float32"),
-    ]
-    return keras.Sequential([keras.Input((8, 8, 1)), *layers])
-
-
-def _pictures():
-    random = np.random.default_rng(hvd.rank())
-    pictures = random.normal(size=(6, small.BATCH, 8, 8, 1)).astype(np.float32)
-    return [(x, x.mean(axis=(1, 2)) * np.ones((1, 2), np.float32)) for x in pictures]
-
-
-def _embedding():
-    keras.utils.set_random_seed(1)
-    layers = [keras.layers.Embedding(20, 4), keras.layers.Flatten(), keras.layers.Dense(2)]
-    return keras.Sequential([keras.Input((5,), dtype="int32"), *layers])
 
 
 def _overflow_is_everybodys(make, updates=NUM_STEPS - 1):

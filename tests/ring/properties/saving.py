@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import shutil
 import zipfile
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
-from types import SimpleNamespace
+from tempfile import TemporaryDirectory
 
 import horovod.tensorflow.keras
 import keras
@@ -16,14 +13,8 @@ import numpy as np
 import small
 
 import ringtrain.hvd as hvd
-from ringtrain import config, derived
-from ringtrain.errors import CheckpointError, OutOfSync
+from ringtrain.errors import OutOfSync
 from ringtrain.hvd import collectives
-from ringtrain.monitor.journal import Journal
-from ringtrain.protocol.status import StatusLine
-from ringtrain.run import checkpoint, resume, saver
-from ringtrain.run.context import Validation
-from ringtrain.run.run_folder import RunLock
 
 
 @keras.saving.register_keras_serializable(package="tests")
@@ -155,119 +146,6 @@ def bytes_are_gathered_on_rank_0_alone_and_scattered_in_pieces():
                 assert np.array_equal(hvd.scatter_bytes(rows, length, name="scattered"), own)
     finally:
         collectives.PIECE_BYTES = whole
-
-
-def a_checkpoint_holds_once_what_is_equal_on_all_ranks():
-    """Frozen weights are saved once; seeds, moving statistics and, between updates, accumulated gradients by rank."""
-    folder = Path(hvd.broadcast_object(mkdtemp()))
-    model = _with_local_state()
-    saver, settings, numbers = _saver(model, folder)
-    batches, expected = small.shares(2), []
-    for x, y in batches:
-        model.train_on_batch(x, y)
-        saver.clock.on_train_batch_end(0)
-        saver.save()
-        saver.wait()
-        expected.append(_values(model))
-    hvd.allgather_object(None, name="saved")
-    paths = checkpoint.saved_in(folder)[::-1]
-    frozen = model.layers[0]
-    num_moving, num_trained = 2 * 64, 64 * 3 + 3
-    num_seeds = 2 + 2 * len(hvd.global_seed())
-    num_accumulated = (2 * 64 + num_trained, 0)
-    for path, values, accumulated in zip(paths, expected, num_accumulated, strict=True):
-        own = checkpoint.verify(path).arrays("ranks")
-        counts = [array.size for name, array in own.items() if "metrics" not in name]
-        assert frozen.kernel.numpy().size not in counts, counts
-        assert sum(counts) == hvd.size() * (num_seeds + num_moving + accumulated), counts
-        other = _with_local_state(seed=8)
-        resume.restore(other, path, True, settings, numbers)
-        for before, after in zip(values, _values(other), strict=True):
-            assert np.array_equal(before, after)
-    assert len({str(values[-1]) for values in hvd.allgather_object(expected[0], name="differing")}) == hvd.size()
-    if hvd.rank() == 0:
-        whole = checkpoint.verify(paths[1])
-        files = {name: whole.arrays(name) for name in ("state", "ranks")}
-        path = checkpoint.save(folder, 4, files, {**whole.manifest, "format": 1, "global_step": 4})
-    other = _with_local_state(seed=8)
-    resume.restore(other, folder, True, settings, numbers)
-    (seed,) = (variable.numpy() for variable in hvd.seeds(model))
-    (restored,) = (variable.numpy() for variable in hvd.seeds(other))
-    assert np.array_equal(seed, restored), "a checkpoint of format 1 has seeds at the same places"
-    hvd.allgather_object(None, name="compared")
-    if hvd.rank() == 0:
-        shutil.rmtree(folder)
-
-
-def a_last_save_that_failed_is_tried_again():
-    folder = Path(hvd.broadcast_object(mkdtemp()))
-    model = _with_local_state()
-    for failures in (1, 2):
-        saver, *_ = _saver(model, folder)
-        saver.clock.on_train_batch_end(0)
-        left = ["state"] * failures
-
-        def full(step, left=left):
-            if left:
-                left.pop()
-                raise OSError(errno.ENOSPC, "No space left on device")
-
-        saver.while_saving = full
-        if failures == 1:
-            saver.finish()
-            if hvd.rank() == 0:
-                assert checkpoint.newest(folder)[0].global_step == 1 and len(saver.saves["failed"]) == 1
-                shutil.rmtree(folder / "step-00000001")
-        else:
-            message = small.raised(CheckpointError, saver.finish)
-            assert "step-00000001: cannot be written: No space left on device; earlier checkpoints are kept" in message
-    if hvd.rank() == 0:
-        shutil.rmtree(folder)
-
-
-def _with_local_state(seed=7):
-    layers = keras.layers
-    frozen = layers.Dense(64, trainable=False)
-    keras.utils.set_random_seed(seed)
-    dropout = layers.Dropout(0.5, seed=seed + hvd.rank())
-    model = keras.Sequential([keras.Input((6,)), frozen, layers.BatchNormalization(), dropout, layers.Dense(3)])
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2), "mse")
-    hvd.broadcast_model(model)
-    return model
-
-
-def _saver(model, folder):
-    optimizer = config.OptimizerConfig(accumulation_steps=2)
-    settings = config.Config(optimizer=optimizer, train=config.TrainConfig(batch_size=small.BATCH))
-    numbers = derived.derive(settings, hvd.size(), 1000, 10)
-    journal = Journal(folder, hvd.rank(), hvd.size())
-    clock = resume.Clock(resume.Start(), numbers.steps_per_epoch, StatusLine(hvd.rank()), journal)
-    clock.set_model(model)
-    run = SimpleNamespace(
-        model=model,
-        checkpoints=folder,
-        config=settings,
-        numbers=numbers,
-        start=resume.Start(),
-        clock=clock,
-        journal=journal,
-        validation=Validation(),
-        checksums={},
-        lock=RunLock(),
-        memory=None,
-        strategy=SimpleNamespace(ranks_change=False),
-        users_callbacks=[],
-        callback_state=None,
-        resumes_within_epochs=False,
-    )
-    return saver.Saver(run), settings, numbers
-
-
-def _values(model):
-    """Everything that a rank trains with; the last of it are accumulated gradients."""
-    metrics = {id(variable) for variable in model.metrics_variables}
-    own = [variable for variable in model.variables if id(variable) not in metrics]
-    return [variable.numpy() for variable in (*own, *model.optimizer.variables)]
 
 
 def _same_variables(loaded, model):

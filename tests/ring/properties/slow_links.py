@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import keras
@@ -14,8 +12,6 @@ import tensorflow as tf
 from only import only
 
 import ringtrain.hvd as hvd
-from ringtrain.errors import OutOfSync
-from ringtrain.hvd.reducer import Compressor, Reducer
 
 FULL = hvd.Compression.powersgd(3, min_ratio=0.0)
 """the rank of the second kernel, [8, 3]; the first, [6, 8], has rank 6"""
@@ -123,27 +119,6 @@ def bfloat16_is_rounded_twice():
     assert (half.numpy() == -1).all(), half
 
 
-def averaged_local_steps_of_one_are_ordinary_steps():
-    """For SGD, whose updates are linear in the gradient; Adam is another method, and differs."""
-    local = hvd.LocalSteps(1)
-    near = _trained(lambda: keras.optimizers.SGD(0.1), 5, local_steps=local)
-    assert small.distance(near, _ring(5, lambda: keras.optimizers.SGD(0.1))) < 1e-12
-    assert small.spread(near) == 0
-    assert small.distance(_trained(_adam, 5, local_steps=local), _ring(5)) > 1e-6
-    # Exact where sums are: powers of two, and a rate of one half.
-    start, gradient = np.full(6, 2.0, "float32"), np.full(6, 2.0 ** -hvd.rank(), "float32")
-    results = []
-    for options in ({}, {"local_steps": local}):
-        variable = keras.Variable(start, name="kernel")
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5), **options)
-        optimizer.build([variable])
-        for _ in range(3):
-            optimizer.apply([tf.constant(gradient)], [variable])
-        results.append(variable.numpy())
-    assert (results[0] == results[1]).all() or hvd.size() == 3, results  # thirds are rounded
-    assert np.abs(results[0] - results[1]).max() < 1e-6
-
-
 def a_round_is_what_its_formula_says():
     """Each rank's own updates, their mean as the outer gradient; between rounds weights differ, and none else does."""
     rounds, steps, rate, momentum = 3, 2, 0.7, 0.9
@@ -178,38 +153,6 @@ def a_round_is_what_its_formula_says():
         assert small.distance(model, expected) < 1e-7, (outer, small.distance(model, expected))
 
 
-def a_round_can_be_ended_and_compressed():
-    """Also by low rank, after ordinary steps, with accumulation; a difference that is no round's is noticed."""
-
-    def make() -> Any:
-        return keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
-
-    local = hvd.LocalSteps(2, "nesterov", warmup_steps=2)
-    batches = small.shares(10)
-    full = hvd.Compression.powersgd(6, min_ratio=0.0)
-    plain, low = (
-        small.train(small.build(), hvd.DistributedOptimizer(make(), local_steps=local, compression=one), batches[:5])
-        for one in (hvd.Compression.none, full)
-    )
-    ring = small.train(small.build(), hvd.DistributedOptimizer(make()), batches[:4])
-    early = small.train(small.build(), hvd.DistributedOptimizer(make(), local_steps=local), batches[:4])
-    assert small.distance(early, ring) < 1e-12
-    assert hvd.steps_of_round(plain) == 0
-    for model in (plain, low):
-        for x, y in batches[5:]:
-            model.train_on_batch(x, y)
-        assert hvd.steps_of_round(model) == 1
-        assert small.spread(model) > 0
-        hvd.end_round(model)
-        assert hvd.steps_of_round(model) == 0
-        assert small.spread(model) == 0
-        hvd.end_round(model)
-    assert small.distance(plain, low) < 1e-5
-    hvd.check_in_sync(plain)
-    plain.weights[0].assign_add(np.full(plain.weights[0].shape, float(hvd.rank())))
-    assert "kernel" in small.raised(OutOfSync, lambda: hvd.check_in_sync(plain))
-
-
 def a_gradient_of_zeros_does_not_stop_the_iteration():
     """A step whose gradient is zero leaves no direction; later ones must still be sent, also of other rows."""
     random = np.random.default_rng(0)
@@ -223,32 +166,6 @@ def a_gradient_of_zeros_does_not_stop_the_iteration():
     (error,) = hvd.variables_of_one_rank(optimizer)
     assert np.abs(variable.numpy()[4:]).max() > 1
     assert np.abs(error.numpy() - variable.numpy() - np.sum(gradients, 0)).max() < 1e-4
-
-
-def local_steps_with_equal_data_are_ordinary_steps():
-    """With summed micro-steps, rows of an embedding that occur twice, and a variable of one rank alone."""
-    keras.utils.set_random_seed(3)
-    start = keras.random.normal((20, 12))
-    random = np.random.default_rng(0)  # the same numbers on every rank
-    steps = [(random.integers(0, 20, 8), random.normal(size=(8, 12)), random.normal(size=5)) for _ in range(8)]
-    results = []
-    for options in ({}, {"local_steps": 4}, {"local_steps": hvd.LocalSteps(2, warmup_steps=2)}):
-        weights = [keras.Variable(start, name="rows"), keras.Variable(np.zeros(5, "float32"), name="own")]
-        adam = keras.optimizers.Adam(0.01, epsilon=0.1)
-        optimizer = hvd.DistributedOptimizer(adam, merge_rows=True, **options)
-        optimizer.register_local_var(weights[1])
-        dense = keras.Variable(np.zeros(5, "float32"), name="dense")
-        summed = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2, **options)
-        optimizer.build(weights)
-        summed.build([dense])
-        for rows, values, own in steps:
-            sparse = tf.IndexedSlices(tf.constant(values, tf.float32), tf.constant(rows), tf.constant([20, 12]))
-            optimizer.apply([sparse, tf.constant(own, tf.float32)], weights)
-            summed.apply([tf.constant(own, tf.float32)], [dense])
-        results.append([one.numpy() for one in (*weights, dense)])
-    for other in results[1:]:
-        for one, its in zip(results[0], other, strict=True):
-            np.testing.assert_allclose(one, its, rtol=1e-4, atol=1e-5)
 
 
 def frozen_weights_stay():
@@ -278,47 +195,6 @@ def states_of_rounds_are_made_and_said():
     assert "hvd.end_round" in small.raised(ValueError, lambda: hvd.prove(model, batch))
     hvd.end_round(model)
     assert hvd.prove(model, batch)["updates get gradients"] == "averaged after each round of 2 local steps"
-
-
-@only(np=2, launcher="mpi")
-def keras_fit_evaluates_equal_weights():
-    """Validation in the middle of `fit` and the model after it are those of all ranks."""
-    x, y = (np.concatenate(parts) for parts in zip(*small.shares(5), strict=True))
-    spreads = []
-    see = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: spreads.append(logs["val_loss"]))
-    model = small.build()
-    model.compile(hvd.DistributedOptimizer(_adam(), local_steps=3), "mse")
-    end = hvd.callbacks.EndRoundCallback()
-    whole = [np.concatenate(parts) for parts in zip(*small.global_batches(2), strict=True)]
-    model.fit(x, y, batch_size=small.BATCH, epochs=2, validation_data=whole, callbacks=[end, see], verbose=0)
-    assert small.spread_of(np.array(spreads)) == 0
-    assert small.spread(model) == 0
-    assert hvd.local_steps_of(model) == 3
-
-
-@only(np=2, launcher="mpi")
-def saved_models_are_plain():
-    """A file has the plain optimizer and its slots, with which training continues."""
-    for options in ({"compression": FULL}, {"local_steps": hvd.LocalSteps(2)}):
-        model = _trained(_adam, 4, **options)
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / "model.keras"
-            model.save(path)
-            plain = keras.models.load_model(path)
-            again = hvd.load_model(path, **options)
-        assert type(plain.optimizer) is keras.optimizers.Adam
-        assert int(plain.optimizer.iterations) == 4
-        slots = [one.numpy() for one in plain.optimizer.variables]
-        assert all((one == other.numpy()).all() for one, other in zip(slots, model.optimizer.variables, strict=False))
-        assert len(again.optimizer.variables) == len(model.optimizer.variables) > len(slots)
-        for x, y in small.shares(2):
-            again.train_on_batch(x, y)
-        assert small.spread(again) == 0
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / "model.weights.h5"
-            model.save_weights(path)
-            again.load_weights(path)
-        assert int(again.optimizer.iterations) == 4
 
 
 @only(np=2, launcher="mpi")
@@ -354,37 +230,3 @@ def what_does_not_work_together_is_refused():
     )
     settings = hvd.DistributedOptimizer(sgd(), compression=low).reduction.settings()
     assert dataclasses.replace(low, rank=3) != low and settings["compression"] == str(low)
-
-
-class _Keeping(Compressor, Reducer):
-    """Keeps a variable for each gradient, whatever its shape."""
-
-    has_state = True
-
-    def __init__(self):
-        self.kept = []
-
-    def reducer(self):
-        return self
-
-    def build(self, optimizer, variables):
-        made = [optimizer.add_variable_from_reference(variable, "kept") for variable in variables]
-        self.kept += made
-        return made
-
-    def of_one_rank(self):
-        return self.kept
-
-    def reduce(self, reduction, tensors, variables, name):
-        return reduction.allreduce(tensors, variables, name)
-
-
-def a_check_leaves_the_state_of_a_reducer_alone():
-    """The copy of an optimizer that a check makes has the reducer of the optimizer, but none of its variables."""
-    model, compression = small.build(), _Keeping()
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
-    optimizer.build(model.trainable_variables)
-    before = len(model.trainable_variables)
-    assert len(compression.kept) == before
-    assert hvd.check_averaging(optimizer) == "averaged"
-    assert len(compression.kept) == before
