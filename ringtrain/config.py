@@ -144,8 +144,6 @@ class OptimizerConfig:
     """steps whose gradients are averaged into one update; multiplies the global batch by this number"""
     jit: bool = False
     """compile the update with XLA; adam and adamw then take less time, and weights differ in the last bits"""
-    sharded: bool = False
-    """divide the optimizer's slots among the ranks, which saves memory; not for lars and lamb"""
 
 
 @dataclass(frozen=True)

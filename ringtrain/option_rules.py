@@ -99,7 +99,7 @@ def check_together(config: Any) -> None:
             " forward pass, for which XLA has no kernel: keep one"
         )
     if config.model.split or config.model.micro_batches > 1:
-        for option in ("train.jit", "optimizer.jit", "optimizer.sharded", "model.sync_batch_norm"):
+        for option in ("train.jit", "optimizer.jit", "model.sync_batch_norm"):
             if attrgetter(option)(config):
                 raise ConfigError(f"model.split and model.micro_batches do not work with {option}: leave one out")
         if config.train.batch_size < config.model.micro_batches:
@@ -131,11 +131,10 @@ def _check_slow_links(config: Any) -> None:
     """Raises ConfigError for options that compression and local steps do not work with."""
     name, is_local = f"hvd.compression {config.hvd.compression}", config.hvd.local_steps > 1
     compression = compressions.kind_of(config.hvd.compression)
-    of_local = ("optimizer.sharded", "model.split", "model.sync_batch_norm", "hvd.compression_start_step")
+    of_local = ("model.split", "model.sync_batch_norm", "hvd.compression_start_step")
     for text, is_set, options in (
-        (name, not compression.is_cast, ("hvd.groups", "optimizer.sharded")),
+        (name, not compression.is_cast, ("hvd.groups",)),
         (name, compression.keeps_errors, ("model.split",)),
-        ("hvd.compression_start_step", config.hvd.compression_start_step, ("optimizer.sharded",)),
         ("hvd.local_steps", is_local, (*of_local, "tracking.timeline_steps")),
     ):
         for option in options if is_set else ():
@@ -165,7 +164,6 @@ def _check_virtual_ranks(config: Any) -> None:
     }
     options = (
         "hvd.groups",
-        "optimizer.sharded",
         "train.jit",
         "tracking.timeline_steps",
         *(f"model.{one}" for one in _OF_A_RANK),

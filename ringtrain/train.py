@@ -204,7 +204,6 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
         The run; or summary.json, if it is complete and stays unchanged.
     """
     from ringtrain import hvd
-    from ringtrain.run import model_state
 
     # Each rank has a device of its own, and the code of rank 0.
     strategy, stages = process.strategy, process.stages
@@ -239,7 +238,6 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     # A wrong state or a reduction that does not average must be seen now, not after hours of training.
     hvd.check_in_sync(job.model)
     gradients = _check_averaging(job)
-    job.plan |= model_state.plan_of_slots(job.model)
     stages.done("agreement")
 
     # Of all processes, also of those that run no training loop, such as parameter servers.

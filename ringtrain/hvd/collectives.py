@@ -174,11 +174,6 @@ def copies_of(variable: Any) -> tuple[Any, ...]:
     return (value,)
 
 
-def part_of(variable: Any) -> Any:
-    """What an optimizer variable is this rank's part of, a `sharded.Part`; None if it is whole."""
-    return getattr(variable, "part_of", None)
-
-
 def num_copies(model: keras.Model) -> int:
     """Number of copies of a model in this process."""
     return max((len(copies_of(variable)) for variable in model.weights[:1]), default=1)
@@ -434,7 +429,6 @@ def broadcast_variables(
     device: str = CPU,
 ) -> None:
     """Broadcasts variables, matched by index since automatic layer names may differ; monitoring wraps this."""
-    variables = [variable for variable in variables if not part_of(variable)]
     values = [tensor_of(variable) for variable in variables]
     if inplace:
         horovod.broadcast_variables(values, root_rank, process_set=process_set, inplace=True)

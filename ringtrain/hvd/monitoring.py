@@ -142,7 +142,7 @@ def broadcast_variables(
     inplace: bool = False,
     device: str = collectives.CPU,
 ) -> None:
-    """Sets Keras or TensorFlow variables of every rank to the values of `root_rank`; not parts of sharded slots.
+    """Sets Keras or TensorFlow variables of every rank to the values of `root_rank`.
 
     The first call of all ranks starts stall detection: a thread per rank, and an open port on rank 0.
 

@@ -30,7 +30,6 @@ from ringtrain.hvd.keras_patches import (
 from ringtrain.hvd.process import PROCESS, elastic
 from ringtrain.hvd.reducer import name_of
 from ringtrain.hvd.reducers.local_steps import LocalSteps, LocalUpdates, refuse_local
-from ringtrain.hvd.reducers.sharded import Sharded, refuse_sharding
 from ringtrain.hvd.reduction import Reduction
 from ringtrain.hvd.step_timing import PLACE
 
@@ -52,7 +51,6 @@ def DistributedOptimizer(
     scale_local_gradients: bool = True,
     deterministic: bool = False,
     jit_update: bool = False,
-    sharded: bool = False,
     compression_start_step: int = 0,
     local_steps: int | LocalSteps = 1,
     merge_rows: bool = False,
@@ -86,10 +84,6 @@ def DistributedOptimizer(
             the order of additions is the same in every step and run. Also set HOROVOD_FUSION_THRESHOLD=0.
         jit_update: Addition of ringtrain. Compile the update of the weights with XLA, unless a gradient is sparse. Adam
             and AdamW take less time. The weights differ in the last bits from those without.
-        sharded: Addition of ringtrain. Divide the slots among the ranks (ZeRO stage 1; Rajbhandari et al. 2019, arXiv
-            1910.02054): each rank keeps the slots of 1 / size of the weights, updates these, and gathers the others.
-            For elementwise optimizers such as SGD, Adam and AdamW. Sparse gradients become dense. A model that is saved
-            by `model.save` has no slots; ringtrain's checkpoints have all.
         compression_start_step: Addition of ringtrain. Number of updates before the first that is compressed.
         local_steps: Addition of ringtrain. Number of updates that each rank makes by itself, before the ranks average
             their weights; or a `LocalSteps` with an outer optimizer. Call `hvd.end_round(model)` before weights are
@@ -129,7 +123,7 @@ def DistributedOptimizer(
         compression_start_step=compression_start_step,
         merge_rows=merge_rows,
     )
-    updates = _updates(optimizer, reduction, local_steps, sharded)
+    updates = _updates(optimizer, reduction, local_steps)
     refuse_bypassing(innermost(optimizer))
     teach_keras()
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -155,24 +149,21 @@ def _refuse_other(optimizer: Any) -> None:
 
 
 def _updates(
-    optimizer: keras.optimizers.Optimizer, reduction: Reduction, local_steps: int | LocalSteps, sharded: bool
+    optimizer: keras.optimizers.Optimizer, reduction: Reduction, local_steps: int | LocalSteps
 ) -> dict[str, Any]:
-    """Arguments of `distribute` for local steps or divided slots; {}: every rank makes the whole, same update."""
+    """Arguments of `distribute` for local steps; {}: every rank makes the whole, same update."""
     updates: dict[str, Any] = {}
     if local_steps != 1:
         if isinstance(local_steps, LocalSteps):
             local = local_steps
         else:
             local = LocalSteps(local_steps)
-        refuse_local(optimizer, reduction, sharded)
+        refuse_local(optimizer, reduction)
         updates = {"mixin": LocalUpdates, "settings": {"local": local}}
     has_state = reduction.reducer and reduction.reducer.has_state
     if has_state and isinstance(innermost(optimizer), keras.optimizers.MultiOptimizer):
         name = name_of(reduction.compression)
         raise ValueError(f"compression {name} does not work with MultiOptimizer: use fp16 or bf16")
-    if sharded:
-        refuse_sharding(optimizer, reduction)
-        updates = {"mixin": Sharded}
     return updates
 
 

@@ -17,7 +17,7 @@ from ringtrain.errors import OutOfSync
 from ringtrain.hvd.averaging import check_averaging
 from ringtrain.hvd.backend import Max, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.batch_norm import batch_norm_layers, is_shared, seeds, weights_of_one_rank
-from ringtrain.hvd.collectives import allgather_object, broadcast_variables, copies_of, num_copies, part_of
+from ringtrain.hvd.collectives import allgather_object, broadcast_variables, copies_of, num_copies
 from ringtrain.hvd.distributed import variables_of_one_rank
 from ringtrain.hvd.keras_patches import (
     compiled_optimizer,
@@ -272,9 +272,8 @@ def _checksum(value: Any) -> int:
 
 
 def _local_variables(model: keras.Model, optimizer: Any) -> Iterator[Any]:
-    """Yields what differs between ranks by design, parts of slots, and local variables with their slots."""
+    """Yields what differs between ranks by design, and local variables with their slots."""
     optimizer = innermost(optimizer)
-    yield from (slot for slot in optimizer.variables if part_of(slot))
     yield from variables_of_one_rank(optimizer, now=True)
     parts = getattr(optimizer, "optimizers", [optimizer])
     if not getattr(optimizer, "_local_keys", None):

@@ -18,8 +18,6 @@ from ringtrain.hvd.keras_patches import layers_of, path_of, slots_of
 from ringtrain.run import checkpoint
 
 Arrays = dict[str, NDArray[Any]]
-Slots = dict[int, NDArray[Any]]
-"""Whole slots of a sharded optimizer, by the id of this rank's part: see `hvd.gather_slots`."""
 Spec = list[dict[str, tuple[str, tuple[int, ...]]]]
 """Dtype and shape of the arrays of each dictionary in a list."""
 
@@ -42,13 +40,10 @@ def require_same_model(source: checkpoint.Checkpoint, model: keras.Model, weight
 
 
 def shapes_of(variables: Sequence[Any]) -> list[list[Any]]:
-    """Returns [name, shape, dtype] of each Keras variable, to identify a model; of a sharded slot the whole shape."""
-    variables = hvd.whole_variables(variables)
+    """Returns [name, shape, dtype] of each Keras variable, to identify a model."""
     rows: list[list[Any]] = []
-    for variable in variables:
-        part = hvd.part_of(variable)
-        whole = part.variable if part else variable
-        rows.append([path_of(variable), list(whole.shape), keras.backend.standardize_dtype(variable.dtype)])
+    for variable in hvd.whole_variables(variables):
+        rows.append([path_of(variable), list(variable.shape), keras.backend.standardize_dtype(variable.dtype)])
     return rows
 
 
@@ -91,14 +86,6 @@ def freeze_in_training(model: keras.Model, frozen: Sequence[int]) -> None:
 def shared_variables(model: keras.Model) -> list[Any]:
     """Weights and optimizer; parts on several devices as the variables of the undivided model."""
     return hvd.whole_variables([*model.weights, *slots_of(model)])
-
-
-def plan_of_slots(model: keras.Model) -> dict[str, str]:
-    """Row of the plan on the optimizer's slots, if each rank has a part of them."""
-    of_this_rank, whole = hvd.slot_bytes(hvd.optimizers_of(model))
-    if of_this_rank >= whole:
-        return {}
-    return {"slots": f"sharded: {of_this_rank:,} bytes per rank, {whole:,} unsharded"}
 
 
 def own_variables(model: keras.Model) -> list[Any]:
@@ -165,16 +152,14 @@ def places_to_save(model: keras.Model, digests: Sequence[Sequence[bytes]]) -> li
     return places
 
 
-def shared_state(
-    model: keras.Model, of_ranks: list[Arrays], slots: Slots, not_averaged: Sequence[str] = ()
-) -> dict[str, Any]:
+def shared_state(model: keras.Model, of_ranks: list[Arrays], not_averaged: Sequence[str] = ()) -> dict[str, Any]:
     """Returns rank 0's weights and optimizer, with the mean over the ranks of what differs between them.
 
-    Other numbers of ranks resume with the mean. `slots`: result of `hvd.gather_slots`.
+    Other numbers of ranks resume with the mean.
     """
     state = {}
     for index, variable in enumerate(shared_variables(model)):
-        state[f"{index:05d}"] = slots[id(variable)] if hvd.part_of(variable) else _held(variable)
+        state[f"{index:05d}"] = _held(variable)
     places = {id(variable): f"{index:05d}" for index, variable in enumerate(own_variables(model))}
     statistics = hvd.moving_statistics(model, not_averaged)
     averaged = {id(variable) for variable in (*statistics, *_kept_by_optimizers(model))}
@@ -252,21 +237,16 @@ def by_rank(arrays: Mapping[str, NDArray[Any]], num_ranks: int) -> list[Arrays]:
     return of_ranks
 
 
-def assign(variables: list[Any], arrays: Mapping[str, NDArray[Any]], copy: int | None = None) -> Slots:
-    """Sets the variables that have an array, in all copies of the model or in one; returns whole sharded slots."""
-    slots: Slots = {}
+def assign(variables: list[Any], arrays: Mapping[str, NDArray[Any]], copy: int | None = None) -> None:
+    """Sets the variables that have an array, in all copies of the model or in one."""
     for index, variable in enumerate(variables):
         array = arrays.get(f"{index:05d}")
         if array is None:
             continue  # equal on all ranks, and therefore only in the shared state
-        if hvd.part_of(variable):
-            slots[id(variable)] = _loaded(variable, array)
-            continue
         array = _loaded(variable, array)
         if copy is not None:
             variable = hvd.copies_of(variable)[copy]
         variable.assign(array)
-    return slots
 
 
 def _loaded(variable: Any, array: NDArray[Any]) -> NDArray[Any]:

@@ -236,8 +236,6 @@ def restore(
     """
     newest, start = hvd.run_together(lambda: _find(folder, must) if hvd.rank() == 0 else (None, Start()))
 
-    slots: model_state.Slots = {}
-
     def load() -> list[list[Arrays]] | None:
         """Loads the shared state; returns the local state of each rank: of its copies of the model, then metrics."""
         if newest is None:
@@ -249,7 +247,7 @@ def restore(
         model_state.require_same_model(newest, model)
         if not config.train.virtual_ranks:  # else accumulated gradients are equal on all ranks
             resume_check.require_whole_update(newest, numbers)
-        slots.update(model_state.assign(model_state.shared_variables(model), newest.arrays("state")))
+        model_state.assign(model_state.shared_variables(model), newest.arrays("state"))
         return _local_states(newest, model, config.seed)
 
     by_rank = hvd.run_together(load)
@@ -263,7 +261,6 @@ def restore(
     hvd.broadcast_model(model, root_rank=0)
     if not spec:
         return start
-    hvd.scatter_slots(hvd.optimizers_of(model), slots)
     length = 0
     for kinds in spec:
         length += sum(model_state.num_bytes(dtype, shape) for dtype, shape in kinds.values())

@@ -35,7 +35,6 @@ FREE = (
     "train.check_every_steps",
     "train.patience",
     "train.target_accuracy",
-    "optimizer.sharded",
     "model.split",
     "model.stages",
 )

@@ -134,7 +134,6 @@ class Saver(keras.callbacks.Callback):
             digests_of_copies += copies
         of_rank = self._own_state(model_state.places_to_save(self.model, digests_of_copies))
         with hvd.during("reduce"):
-            slots = hvd.gather_slots(hvd.optimizers_of(self.model))
             rows: Any = hvd.gather_bytes(model_state.packed(of_rank), name="ringtrain_own_state")
         files: dict[str, Any] | None = None
         facts: dict[str, Any] = {}
@@ -143,7 +142,7 @@ class Saver(keras.callbacks.Callback):
             spec, of_ranks = model_state.spec(of_rank), []
             for row in rows:
                 of_ranks += model_state.unpacked(row, spec)
-            files = self._files(of_ranks, slots, arrays)
+            files = self._files(of_ranks, arrays)
         self.saved_step = step
         stall_s = time.perf_counter() - begin_s
         self.saves["count"] += 1
@@ -231,9 +230,9 @@ class Saver(keras.callbacks.Callback):
             facts["callbacks"], arrays = self.callback_state.save()
         return facts, arrays
 
-    def _files(self, of_ranks: list[Arrays], slots: model_state.Slots, arrays: Arrays) -> dict[str, Any]:
+    def _files(self, of_ranks: list[Arrays], arrays: Arrays) -> dict[str, Any]:
         ranks = {f"{rank}/{name}": array for rank, state in enumerate(of_ranks) for name, array in state.items()}
-        state = model_state.shared_state(self.model, of_ranks, slots, self.config.model.not_averaged)
+        state = model_state.shared_state(self.model, of_ranks, self.config.model.not_averaged)
         return {"state": state | arrays, "ranks": ranks}
 
     def _write(self, step: int, files: dict[str, Any], facts: dict[str, Any]) -> None:

@@ -276,7 +276,6 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
     skipped = set().union(*hvd.allgather_object(run.data_set.skipped, name="ringtrain_skipped"))
     callbacks, numbers = run.callbacks, run.numbers
     metrics, recorder = callbacks.saver.metrics, callbacks.recorder
-    slot_bytes, unsharded = hvd.slot_bytes(hvd.optimizers_of(run.model))
     links = callbacks.trackers.links
     tracked = {"tracked": links} if links else {}
     summary = {
@@ -287,8 +286,6 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
         "samples": counted(run.config.data.name, numbers.samples_per_step),
         "num_ranks": numbers.num_ranks,
         "num_parameters": sum(math.prod(variable.shape) for variable in run.model.trainable_variables),
-        "slot_bytes": slot_bytes,
-        "slot_bytes_unsharded": unsharded,
         "global_step": run.clock.global_step,
         "stopped_by": callbacks.stop.stopped_by,
         "resumed_from": run.start.source,

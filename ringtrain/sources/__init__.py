@@ -27,7 +27,6 @@ OPTIONS = (
     "model.not_averaged",
     "model.sync_batch_norm",
     "optimizer.jit",
-    "optimizer.sharded",
     "strategy.name",
     "train.max_time_s",
     "train.check_every_steps",

@@ -240,7 +240,7 @@ def distribute(process: Process, optimizers: Sequence[Any], door: str) -> None:
             )
         if earlier is not None and earlier != options:
             raise ConfigError(
-                f"{door}: the optimizer is sharded since an earlier fit with the options {earlier}: pass the"
+                f"{door}: the optimizer is distributed since an earlier fit with the options {earlier}: pass the"
                 " same ones, or compile the model again with a new optimizer"
             )
 

@@ -36,7 +36,6 @@ _HOROVOD = (
     "tracking.timeline_steps",
     "hvd.local_steps",
     "hvd.merge_rows",
-    "optimizer.sharded",
     "train.virtual_ranks",
 )
 _NOT_IN_TENSORFLOW = (

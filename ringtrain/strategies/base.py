@@ -117,13 +117,9 @@ class Strategy:
         """Last line of a run: what was verified. `gradients`: how they were found to be averaged."""
         if summary["num_ranks"] == 1:
             return f"1 rank: nothing to compare, weights and optimizer {summary['checksum']}"
-        is_sharded = summary.get("slot_bytes", 0) < summary.get("slot_bytes_unsharded", 0)
-        equal, ending = "weights and optimizer", ""
-        if is_sharded:
-            equal, ending = "weights", "; slots sharded"
         return (
-            f"{summary['num_ranks']} {self.copies_name} in step: gradients {gradients}, {equal} equal"
-            f" {summary['checksum']}{ending}"
+            f"{summary['num_ranks']} {self.copies_name} in step: gradients {gradients}, weights and optimizer equal"
+            f" {summary['checksum']}"
         )
 
     def end(self, exit_code: int) -> None:

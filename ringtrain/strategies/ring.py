@@ -32,7 +32,6 @@ OF_OPTIMIZER = (
     "hvd.deterministic",
     "hvd.merge_rows",
     "optimizer.jit",
-    "optimizer.sharded",
 )
 """beginnings of the options that `distribute` passes to hvd.DistributedOptimizer"""
 
@@ -55,7 +54,7 @@ class Ring(Strategy):
     step: Step | None = None
 
     def distribute(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-        options, sharded = self.config.hvd, self.config.optimizer.sharded
+        options = self.config.hvd
         device = device_of_sums(self.config.device)
         try:
             return hvd.DistributedOptimizer(
@@ -69,14 +68,12 @@ class Ring(Strategy):
                 device_sparse=device,
                 deterministic=options.deterministic or self.config.strategy.name == "mpi-ring",
                 jit_update=self.config.optimizer.jit,
-                sharded=sharded,
                 merge_rows=options.merge_rows,
             )
         except ValueError as error:
-            told = str(error).replace("sharded=True", "optimizer.sharded", 1)
-            if not told.startswith(("optimizer.sharded: ", "compression", "local_steps")):
+            if not str(error).startswith(("compression", "local_steps")):
                 raise
-            raise ConfigError(told) from error
+            raise ConfigError(str(error)) from error
 
     def proof(self, summary: Mapping[str, Any], gradients: str) -> str:
         if self.config.train.virtual_ranks:

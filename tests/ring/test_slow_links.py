@@ -96,7 +96,7 @@ def test_another_number_of_ranks_goes_on_from_the_mean(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--hvd.compression", "powersgd"], "expected none, fp16, bf16, powersgd:1"),
-        (["--hvd.compression", "powersgd:2", "--optimizer.sharded"], "does not work with optimizer.sharded"),
+        (["--hvd.compression", "powersgd:2", "--hvd.groups", "2"], "does not work with hvd.groups"),
         (["--hvd.local-steps", "2", "--train.virtual-ranks", "4"], "does not work with hvd.local_steps 2"),
         (["--hvd.local-steps", "2", "--train.precision", "mixed_float16"], "use mixed_bfloat16"),
         (["--hvd.local-steps", "2", "--hvd.op", "adasum"], "does not work with hvd.op adasum"),

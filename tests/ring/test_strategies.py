@@ -193,7 +193,6 @@ TRIED = {
     "hvd.cycle_time_ms": 3.0,
     "hvd.deterministic": True,
     "tracking.timeline_steps": 3,
-    "optimizer.sharded": True,
     "train.virtual_ranks": 2,
     "model.split": "layers:2",
     "model.micro_batches": 2,

@@ -30,7 +30,7 @@ SUMMARY_KEYS = {
     *("test_accuracy", "test_loss", "images_per_s", "num_ranks", "global_step", "in_sync", "checksum", "versions"),
     *("hosts", "config", "numbers", "git_revision", "started", "fit_s", "check_s", "stopped_by", "resumed_from"),
     *("skipped_samples", "metrics", "evaluate_s", "saves", "restarts", "restart_causes", "ranks", "strategy"),
-    *("num_parameters", "slot_bytes", "slot_bytes_unsharded", "samples", "frozen", "frozen_as_compiled"),
+    *("num_parameters", "samples", "frozen", "frozen_as_compiled"),
 }
 
 

@@ -324,7 +324,6 @@ def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
     yield train, "console", shown
     yield train, "devices", SimpleNamespace(identity=lambda _: "")
     yield train, "_check_averaging", lambda _: ""
-    yield model_state, "plan_of_slots", lambda _: {}
     yield model_state, "frozen_layers", lambda _: []
     yield elastic, "failures", SimpleNamespace(report_recovery=report_recovery)
     yield elastic, "console", SimpleNamespace(terminal_of=lambda _: Terminal(horovod))

@@ -49,7 +49,6 @@ def test_the_sum_is_that_of_the_tree_for_any_number_of_ranks(num: int) -> None:
         ("hvd.op", "adasum"),
         ("hvd.compression", "fp16"),
         ("hvd.groups", 2),
-        ("optimizer.sharded", True),
         ("model.sync_batch_norm", True),
         ("model.split", "layers:2"),
         ("model.micro_batches", 2),

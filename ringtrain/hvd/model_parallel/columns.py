@@ -20,7 +20,6 @@ import tensorflow as tf
 from keras.src.layers.convolutional.base_conv import BaseConv
 
 from ringtrain.hvd.keras_patches import innermost, path_of, set_untracked
-from ringtrain.hvd.reducers.sharded import is_elementwise
 
 ELEMENTWISE = {
     getattr(keras.activations, name)
@@ -236,7 +235,7 @@ def refuse_optimizer(optimizer: Any) -> None:
     optimizer = innermost(optimizer)
     if optimizer.clipnorm:
         raise ValueError("split: clipnorm needs the norms of whole weights: use global_clipnorm or clipvalue")
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer) or not is_elementwise(optimizer):
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer) or not _is_elementwise(optimizer):
         raise ValueError(
             f"split: {type(optimizer).__name__} uses norms, means or products of whole weights, which columns divide:"
             f" use one such as SGD, Adam, AdamW, RMSprop or Lion"
@@ -340,3 +339,23 @@ def on_device(layer: keras.Layer, device: str, inputs: Any) -> Any:
 
     with tf.device(device):
         return run(tf.identity(inputs))
+
+
+def _is_elementwise(optimizer: Any) -> bool:
+    """Whether the parts of a matrix are updated as the whole matrix is, by copies of the optimizer."""
+    config = {**optimizer.get_config(), "learning_rate": 0.1, "gradient_accumulation_steps": None}
+    config["global_clipnorm"] = None  # works on the norm of all variables, which is summed over the ranks
+    random = np.random.default_rng(0)
+    scale = np.repeat([1.0, 10.0], 12).reshape(6, 4)
+    start, *gradients = (scale * random.normal(size=(6, 4)) for _ in range(4))
+
+    def trained(rows: slice, shape: tuple[int, ...]) -> Any:
+        twin = type(optimizer).from_config(config)
+        variable = keras.Variable(start[rows].reshape(shape), dtype="float32", name="kernel")
+        twin.build([variable])
+        for gradient in gradients:
+            twin.apply_gradients([(tf.constant(gradient[rows].reshape(shape), tf.float32), variable)])
+        return variable.numpy().reshape(-1)
+
+    parts = [trained(rows, (12, 1)) for rows in (slice(0, 3), slice(3, 6))]
+    return bool(np.allclose(np.concatenate(parts), trained(slice(0, 6), (6, 4)), rtol=1e-4, atol=1e-5))

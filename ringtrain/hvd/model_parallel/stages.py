@@ -13,7 +13,6 @@ from keras.src.models.functional import Functional
 from ringtrain.hvd.collectives import tensor_of
 from ringtrain.hvd.keras_patches import innermost, optimizers_of, set_untracked
 from ringtrain.hvd.model_parallel.columns import columns_of, divide, nbytes, nodes_of, refuse_optimizer
-from ringtrain.hvd.reducers.sharded import sharded_slots
 from ringtrain.hvd.train_step import wrap
 
 FUSED = tuple(getattr(keras.layers, name) for name in ("Activation", "ReLU", "LeakyReLU", "PReLU", "ELU", "Softmax"))
@@ -404,8 +403,6 @@ class Step:
                     refuse_optimizer(optimizer)
                 if not optimizer.built:
                     optimizer.build(self.model.trainable_variables)
-                if sharded_slots(optimizer):
-                    raise ValueError("split: the update is sharded over the ranks (sharded=True): leave one out")
             update_step = inner.update_step
             set_untracked(inner, ringtrain_update_step=update_step, update_step=_beside_weights(update_step))
 

@@ -3,8 +3,7 @@
 bfloat16:    sums of 16-bit numbers
 powersgd:    low-rank approximations of gradients, with error feedback
 local_steps: rounds of steps without communication, and an outer optimizer between them
-sharded:     updates of a part of the weights on each rank, with a part of the slots
 
-The first two are a `reducer.Reducer` of dense gradients, which `compression` names; the others are a subclass of
+The first two are a `reducer.Reducer` of dense gradients, which `compression` names; the last is a subclass of
 `distributed.Distributed`, an update, which `optimizer` chooses.
 """

@@ -199,14 +199,13 @@ class LocalUpdates(Distributed):
         self.steps_of_round.assign(0)
 
 
-def refuse_local(optimizer: Any, reduction: Any, sharded: bool) -> None:
+def refuse_local(optimizer: Any, reduction: Any) -> None:
     """Raises ValueError for an optimizer that cannot make local steps; the message says why."""
     reasons = {
         "elastic: a rank that is lost would take its steps along": elastic(),
         "MultiOptimizer: its parts have steps of their own": isinstance(optimizer, keras.optimizers.MultiOptimizer),
         "LossScaleOptimizer: one rank may skip a step": isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
         "use_ema: it would average the weights of one rank": optimizer.use_ema,
-        "sharded: slots are each rank's own": sharded,
         "op: expected hvd.Average": reduction.op != Average,
         "compression_start_step: warm-up steps are not compressed": reduction.compression_start_step,
     }

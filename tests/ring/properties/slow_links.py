@@ -211,11 +211,7 @@ def what_does_not_work_together_is_refused():
         "LossScaleOptimizer": lambda: wrap(scaled(sgd()), local_steps=2),
         "expected 'average' or 'nesterov'": lambda: hvd.LocalSteps(4, "nestrov"),  # type: ignore[arg-type]
         "warmup_steps": lambda: hvd.LocalSteps(4, warmup_steps=-1),
-        "compression_start_step: leave": lambda: wrap(
-            sgd(), compression=hvd.Compression.fp16, compression_start_step=3, sharded=True
-        ),
         "use_ema": lambda: wrap(sgd(use_ema=True), local_steps=2),
-        "sharded": lambda: wrap(sgd(), local_steps=2, sharded=True),
         "mixed_bfloat16": lambda: scaled(wrap(sgd(), compression=low)).apply(
             [tf.ones((9, 9))], [keras.Variable(tf.ones((9, 9)))]
         ),
