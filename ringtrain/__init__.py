@@ -1,9 +1,9 @@
 """Data-parallel training of Keras 3 models with Horovod.
 
 ``ringtrain.fit`` trains the compiled model of a script on all ranks, ``ringtrain.evaluate`` and ``ringtrain.predict``
-use it there. ``ringtrain.loop`` makes a run of a training loop of the script's own, ``ringtrain.run`` calls a function
-on ranks that it starts, ``ringtrain.train`` is the training job of a configuration, ``ringtrain.hvd`` is Horovod under
-its own names as Keras 3 needs it. This module imports neither Horovod nor TensorFlow.
+use it there. ``ringtrain.run`` calls a function on ranks that it starts, ``ringtrain.train`` is the training job of a
+configuration, ``ringtrain.hvd`` is Horovod under its own names as Keras 3 needs it. This module
+imports neither Horovod nor TensorFlow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ LAZY = {
     "evaluate": "ringtrain.keras_evaluate",
     "predict": "ringtrain.keras_evaluate",
     "run": "ringtrain.function_call",
-    "loop": "ringtrain.own_loop",
     "from_rank_0": "ringtrain.data.from_rank_0",
     "Records": "ringtrain.data.records",
     "trial": "ringtrain.protocol.for_script",
@@ -41,7 +40,6 @@ if TYPE_CHECKING:  # for editors and mypy
     from ringtrain.keras_evaluate import predict as predict
     from ringtrain.keras_fit import fit as fit
     from ringtrain.keras_fit import start as start
-    from ringtrain.own_loop import loop as loop
     from ringtrain.protocol.for_script import trial as trial
 else:
 

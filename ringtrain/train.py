@@ -275,8 +275,6 @@ def _check_averaging(job: Job) -> str:
     """Raises an error if an optimizer of the model does not average; returns how gradients are averaged. Collective."""
     from ringtrain import hvd
 
-    if job.script_averages:
-        return "averaged by the script"
     results = [hvd.check_averaging(optimizer) for optimizer in hvd.optimizers_of(job.model)]
     return results[0]  # the model's own
 

@@ -1,8 +1,7 @@
-"""Horovod's Keras callbacks for Keras 3, `CheckInSyncCallback`, and `Run`."""
+"""Horovod's Keras callbacks for Keras 3, and `CheckInSyncCallback`."""
 
 from __future__ import annotations
 
-import importlib
 import socket
 import sys
 import time
@@ -21,12 +20,6 @@ from ringtrain.hvd.keras_patches import has_schedule, has_weights, innermost, re
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.reducers.local_steps import end_round, steps_of_round
 from ringtrain.hvd.sync import broadcast_model, check_in_sync, differing_weights
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Run":  # made of the trainer, which is above this package
-        return importlib.import_module("ringtrain.fit_callback").Run
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):

@@ -274,11 +274,6 @@ def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **kwargs: Any
 
     def gradient_of(target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_xla()
-        if PROCESS.averaged_by_optimizers:
-            raise ValueError(
-                "DistributedGradientTape: the optimizers of ringtrain.loop average gradients already: use the plain"
-                " tape, or pass distribute=False to ringtrain.loop"
-            )
         PROCESS.has_reduced = True
         flat = [tensor_of(source) for source in tf.nest.flatten(sources)]
         return tf.nest.pack_sequence_as(sources, gradient(target, flat, *args, **kwargs))

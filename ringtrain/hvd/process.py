@@ -43,8 +43,6 @@ class ProcessState:
     """an optimizer or tape has reduced gradients over the ranks"""
     has_allreduced: bool = False
     """the script has called an allreduce, perhaps for its gradients"""
-    averaged_by_optimizers: bool = False
-    """a script's own loop is under way, whose optimizers average gradients"""
     num_runs: int = 0
     """runs that this process has set up"""
 

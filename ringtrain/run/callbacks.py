@@ -27,7 +27,7 @@ class Callbacks:
         inject = keras.callbacks.LambdaCallback(
             on_train_batch_end=lambda batch, logs: faults.after_step(run.clock.global_step, run.model)
         )
-        self.evaluation = (run.evaluation or evaluation.Evaluation)(run)
+        self.evaluation = evaluation.Evaluation(run)
         self.in_sync = hvd.callbacks.CheckInSyncCallback(run.config.train.check_every_steps)
         self.stop = stopping.StopTogether(run)
         self.plateau = stopping.Plateau(run, self.stop)

@@ -273,15 +273,15 @@ def check_exportable(model: Any) -> None:
         ) from error
 
 
-def export(model: Any, folder: Path, saved_model: bool, stem: str = "model") -> None:
+def export(model: Any, folder: Path, saved_model: bool) -> None:
     """Exports the trained model, without its optimizer, as model.keras for use without ringtrain; for rank 0 only.
 
     Raises OSError if it cannot be written; an earlier export is kept. Raises CheckpointError if Keras cannot write it;
-    its weights are then in model.weights.h5. `stem`: in place of "model" in these names.
+    its weights are then in model.weights.h5.
     """
     import keras
 
-    unfinished, name = folder / ".unfinished.keras", f"{stem}.keras"
+    unfinished, name = folder / ".unfinished.keras", "model.keras"
     try:
         with _uncompiled(model):
             model.save(unfinished)
@@ -293,9 +293,9 @@ def export(model: Any, folder: Path, saved_model: bool, stem: str = "model") -> 
         raise
     except Exception as error:  # also from the model's own code
         # Not the model's method: a layer that is a Keras trainer, but no keras.Model, has none.
-        keras.saving.save_weights(model, folder / f"{stem}.weights.h5")
+        keras.saving.save_weights(model, folder / "model.weights.h5")
         raise CheckpointError(
-            f"{folder / name}: cannot be written: {_one_line(error)}: the weights are in {stem}.weights.h5 and in the"
+            f"{folder / name}: cannot be written: {_one_line(error)}: the weights are in model.weights.h5 and in the"
             f" last checkpoint"
         ) from error
     finally:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ringtrain.run.callback_state import SharedCallbackState
     from ringtrain.run.callbacks import Callbacks
     from ringtrain.run.devices import Pinning
-    from ringtrain.run.evaluation import Evaluation
     from ringtrain.run.resume import Clock, Start
     from ringtrain.run.stopping import Signals
     from ringtrain.strategies.base import Strategy
@@ -156,12 +155,6 @@ class Job:
     """for summary.json"""
     named_in_errors: str = "ringtrain.fit"
     """function that the data come from"""
-    resumes_within_epochs: bool = True
-    """whether the run can resume after any step, instead of after whole epochs"""
-    exported: Mapping[str, keras.Model] = field(default_factory=dict)
-    """models by the name of the file that each is written to; {}: `model`, as model.keras"""
-    script_averages: bool = False
-    """whether the script reduces gradients by itself, instead of the model's optimizers"""
     follows_schedule: bool = True
     """whether the configuration's schedule sets the learning rate, not the compiled optimizer"""
     callback_state: SharedCallbackState | None = None
@@ -174,8 +167,6 @@ class Job:
     """makes the callback that counts the steps; None: the usual one"""
     last_callback: Callable[[RunContext], keras.callbacks.Callback] | None = None
     """makes a callback that follows all others; None: there is none"""
-    evaluation: Callable[[RunContext], Evaluation] | None = None
-    """callback that adds the metrics of all ranks to those of an epoch; None: the usual one"""
 
 
 @dataclass(kw_only=True)

@@ -1,7 +1,6 @@
 """The training loop of all strategies: epochs, steps and Keras' callbacks.
 
-Keras' own `fit` cannot resume within an epoch: a second call of it would begin training again for every callback. It
-drives a run only where a script keeps it, with `hvd.callbacks.Run`.
+Keras' own `fit` cannot resume within an epoch: a second call of it would begin training again for every callback.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def train(run: RunContext) -> None:
 
 
 class Training:
-    """Epochs and steps of a run with its callbacks, around steps that `train` or a script's own loop makes.
+    """Epochs and steps of a run with its callbacks, around steps that `train` makes.
 
     Attributes:
         callbacks: Of the run.
@@ -54,13 +53,10 @@ class Training:
         self.run, self.callbacks = run, CallbacksOfRun(run)
         self.step_logs: Mapping[str, Any] = {}
 
-    def epochs(self, finalizes: bool = True) -> Iterator[tuple[int, range]]:
+    def epochs(self) -> Iterator[tuple[int, range]]:
         """Yields each epoch with the numbers of the steps that are left of it, which are made before the next one.
 
         The callbacks of a run that was complete are called as well: they set its last weights.
-
-        Args:
-            finalizes: Whether optimizers that average weights put the averages in place, as at the end of Keras' `fit`.
         """
         run = self.run
         model, clock = run.model, run.clock
@@ -87,7 +83,7 @@ class Training:
         # a kill, must not begin with the weights that averages and callbacks now put in its place.
         run.callbacks.saver.finish()
         clock.keep_state()
-        for optimizer in hvd.optimizers_of(model) if finalizes else ():
+        for optimizer in hvd.optimizers_of(model):
             optimizer.finalize_variable_values(innermost(optimizer)._trainable_variables)
         self.callbacks.on_train_end(logs)
 
@@ -105,7 +101,9 @@ class Training:
 def _end_epoch(run: RunContext, callbacks: Any, epoch: int, step_logs: Mapping[str, Any]) -> dict[str, Any]:
     """Calls on_epoch_end; the user's callbacks see complete epochs only, as their state will be saved."""
     run.model.stop_training = False  # set again if a stop is decided; callbacks may ask for the end as well
-    end_stopped_epoch(run)
+    # An epoch in which a callback has ended training ends, as in Keras; a signal leaves it open for a resume.
+    if run.callbacks.stop.is_ended and not run.clock.epoch_complete:
+        run.clock.end_epoch()
     if run.clock.epoch_complete:
         run.clock.keep_state()
         callbacks.on_epoch_end(epoch, dict(run.model._get_metrics_result_or_logs(step_logs)))
@@ -115,12 +113,6 @@ def _end_epoch(run: RunContext, callbacks: Any, epoch: int, step_logs: Mapping[s
         if id(callback) not in users:
             callback.on_epoch_end(epoch, {})
     return {}
-
-
-def end_stopped_epoch(run: RunContext) -> None:
-    """Ends the epoch in which a callback has ended training, as in Keras; a signal leaves it open for a resume."""
-    if run.callbacks.stop.is_ended and not run.clock.epoch_complete:
-        run.clock.end_epoch()
 
 
 def _cut_rows(logger: keras.callbacks.CSVLogger, epoch: int) -> None:

@@ -378,18 +378,11 @@ def load_weights(model: keras.Model, source: Path) -> None:
         model_state.assign(hvd.whole_variables(model.weights), newest.arrays("state"))
 
 
-def restore_result(
-    model: keras.Model,
-    folder: Path,
-    summary: Mapping[str, Any],
-    saved_model: bool,
-    exported: Mapping[str, keras.Model] = MappingProxyType({}),
-) -> None:
+def restore_result(model: keras.Model, folder: Path, summary: Mapping[str, Any], saved_model: bool) -> None:
     """Gives a model the weights with which a complete run has ended, which callbacks or averages may have set.
 
-    What could not be exported then, or was not asked for, is exported now. `exported`: as in `run.context.Job`.
+    What could not be exported then, or was not asked for, is exported now.
     """
-    models = exported or {"model": model}
 
     def load() -> None:
         if not (folder / checkpoint.RESULT).exists():  # of an earlier version
@@ -400,13 +393,12 @@ def restore_result(
                 raise CheckpointError(f"{error}: {fix}") from error
             return
         model_state.assign(model.weights, checkpoint.load_result(folder))
-        names = [f"{stem}.keras" for stem in models]
+        names = ["model.keras"]
         if saved_model:
             names.append("saved_model")
         if "not_exported" in summary or not all((folder / name).exists() for name in names):
             with contextlib.suppress(CheckpointError, OSError):
-                for stem, trained in models.items():
-                    checkpoint.export(trained, folder, saved_model, stem)
+                checkpoint.export(model, folder, saved_model)
                 told = {name: value for name, value in summary.items() if name != "not_exported"}
                 run_folder.write_summary(folder, told)
 

@@ -72,7 +72,6 @@ class Saver(keras.callbacks.Callback):
         if run.users_callbacks and self.callback_state is None:
             self.callback_state = CallbackState(run.users_callbacks, run.model)
         self.frozen_as_compiled = run.start.frozen_as_compiled
-        self.resumes_within_epochs = run.resumes_within_epochs
         self.saved_step = -1
         self.is_closed = run.start.ending.is_closed
         self._failed_step = -2
@@ -103,8 +102,7 @@ class Saver(keras.callbacks.Callback):
                 self.save()
         if self.model.stop_training or epoch + 1 == self.config.train.epochs:
             # Now: callbacks and averaged weights replace those with which training would continue.
-            if self.clock.epoch_complete or self.resumes_within_epochs:
-                self._save_last()
+            self._save_last()
             hvd.end_round(self.model)
 
     def save(self) -> None:

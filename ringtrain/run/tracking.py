@@ -317,8 +317,7 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
             if "script" in summary:
                 weights = model_state.arrays_of(dict(enumerate(run.model.weights)))
                 checkpoint.save_result(run.folder, run.clock.global_step, weights)
-            for stem, model in (run.exported or {"model": run.model}).items():
-                checkpoint.export(model, run.folder, run.config.checkpoint.saved_model, stem)
+            checkpoint.export(run.model, run.folder, run.config.checkpoint.saved_model)
         except (CheckpointError, OSError) as error:  # the other files are written nevertheless
             summary["not_exported"] = str(error)
             if run.data_set.train.has_classes:

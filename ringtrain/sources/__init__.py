@@ -3,10 +3,7 @@
 configured:   the configuration
 script:       the script, with `ringtrain.fit`
 script_model: its model, made ready for several ranks
-loop:         the script's own training loop, with `ringtrain.loop`
 unlike:       what of a model is not the same on several ranks as in one process, in words
-
-`hvd.callbacks.Run` has a source of its own, since Keras' fit reads the data.
 """
 
 from __future__ import annotations
@@ -34,8 +31,6 @@ OPTIONS = (
     "train.virtual_ranks",
 )
 """Options of a configuration that a script may set; the others are arguments of `fit`, or the script's own."""
-OF_FIT = ("train.jit", "train.virtual_ranks")
-"""those among them that need the steps of `ringtrain.fit`"""
 ON_RANK_0 = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "ProgbarLogger")
 """Keras' callbacks that write files or show progress."""
 

@@ -287,14 +287,13 @@ def _set_trainable(layers: Sequence[keras.Layer], values: Sequence[bool]) -> Non
 
 
 @contextlib.contextmanager
-def unchanged_afterwards(model: keras.Model, seeds_ranks: bool = True, may_be_compiled: bool = False) -> Iterator[None]:
+def unchanged_afterwards(model: keras.Model, may_be_compiled: bool = False) -> Iterator[None]:
     """Context after which model, optimizers and layers are as before it, but for what is trained; see docs/fit.md.
 
     Args:
-        seeds_ranks: The run gives each rank other random numbers; afterwards they are equal again.
         may_be_compiled: Whether XLA may compile whole steps, if the script asks for it, as nothing is reduced.
     """
-    seeds_ranks = seeds_ranks and hvd.size() > 1
+    seeds_ranks = hvd.size() > 1
     optimizers = hvd.optimizers_of(model)
     of_script = [one for one in optimizers if distributed(one)]
     synchronized = list(hvd.synchronized_layers(model))

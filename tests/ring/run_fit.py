@@ -18,9 +18,7 @@ from typing import Any
 
 import data_jobs
 import evaluate_jobs
-import kept_jobs
 import keras
-import loop_jobs
 import numpy as np
 import records_jobs
 import resume_jobs
@@ -295,8 +293,6 @@ def what_differs_is_refused() -> None:
 MODULES = (
     data_jobs,
     evaluate_jobs,
-    kept_jobs,
-    loop_jobs,
     records_jobs,
     resume_jobs,
     snippet_jobs,

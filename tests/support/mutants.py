@@ -221,7 +221,7 @@ MUTANTS = (
     Mutant(
         *("no agreement of the ranks on when to stop", "run/stopping.py"),
         *("        if run.size > 1:\n            local = hvd", "        if run.size > 99:\n            local = hvd"),
-        "tests/ring/test_fit.py::test_job[2-a_kept_fit_ends_on_all_ranks]",
+        "tests/ring/test_stopping.py::test_a_callback_that_stops_one_rank_stops_all_after_the_same_step",
     ),
     Mutant(
         *(

@@ -24,9 +24,6 @@ def test_every_mutant_can_be_made_and_names_a_test_that_there_is(tmp_path: Path)
         if name == "test_property":
             module, _, name = case.rstrip("]").rpartition("-")[2].partition(".")
             source = properties / f"{module}.py"
-        if name == "test_job":
-            name = case.rstrip("]").partition("-")[2]
-            source = ROOT / "tests" / "ring" / "kept_jobs.py"
         functions = {node.name for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.FunctionDef)}
         assert not name or name in functions, one.line
     assert len({one.claim for one in MUTANTS}) == len(MUTANTS)

@@ -24,7 +24,6 @@ import numpy as np
 import pytest
 
 import ringtrain
-from ringtrain import hvd
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.config import CheckpointConfig, Config, RunConfig, TrackingConfig
 from ringtrain.errors import ConfigError, MissingDependency
@@ -313,20 +312,11 @@ def _sent(package: Unsteady, folder: Path, file: str = "metrics.jsonl", prefix: 
 WARNING = "W&B does not accept records: gone for a moment; training continues"
 
 
-@pytest.mark.parametrize("kept", [False, True], ids=["ringtrain.fit", "callbacks.Run"])
 def test_a_tracker_that_waits_and_fails_holds_up_nothing_and_misses_nothing(
-    kept: bool, package: Unsteady, tmp_path: Path, capfd: Any
+    package: Unsteady, tmp_path: Path, capfd: Any
 ) -> None:
     released = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: package.go.set() if epoch == 3 else None)
-    if kept:
-        hvd.init()
-        tracked = TrackingConfig(every_steps=2, wandb="offline")
-        options = Config(run=RunConfig(directory=str(tmp_path)), tracking=tracked)
-        model = _model(hvd.DistributedOptimizer)
-        run = hvd.callbacks.Run("one", batch_size=32, options=options)
-        model.fit(X, Y, batch_size=32, epochs=4, verbose=0, callbacks=[run, released])
-    else:
-        _fit(tmp_path, "one", released, wandb="offline")
+    _fit(tmp_path, "one", released, wandb="offline")
     folder = tmp_path / "one"
     _sent(package, folder)
     _sent(package, folder, "steps.jsonl", "steps/")

@@ -115,7 +115,7 @@ def measure(config: Config, num_steps: int, turns: int, folder: Path) -> dict[st
     run.clock, run.journal, run.validation = clock, own_journal, Validation()
     run.lock = RunLock()
     run.strategy, run.checksums = SimpleNamespace(ranks_change=False), {}
-    run.users_callbacks, run.callback_state, run.resumes_within_epochs = [], None, False
+    run.users_callbacks, run.callback_state = [], None
     timed = TimedSaver(run)
     stalls, writes, plain, num_bytes = [], [], [], 0
     for _ in range(turns + 1):
