@@ -126,7 +126,6 @@ from ringtrain.hvd.collectives import (
     broadcast_object,
     broadcast_object_fn,
     copies_of,
-    forward_bytes,
     gather_bytes,
     grouped_allreduce,
     init,

@@ -392,23 +392,6 @@ def scatter_bytes(rows: Sequence[NDArray[np.uint8]] | None, length: int, name: s
     return received
 
 
-def forward_bytes(sent: NDArray[np.uint8], length: int, source: int, name: str) -> NDArray[np.uint8]:
-    """Sends bytes of one rank to rank 0 in one message; the other ranks need no memory for them. A collective.
-
-    Args:
-        sent: Shape (length,) on the rank `source`; not read elsewhere.
-        length: At most `PIECE_BYTES`.
-        source: Rank that sends them.
-        name: Name of the operation.
-
-    Returns:
-        The bytes on rank 0; shape (0,) on other ranks.
-    """
-    if horovod.rank() != source:
-        sent, length = sent[:0], 0
-    return _exchange(sent, [length] + [0] * (horovod.size() - 1), name)
-
-
 def _pieces(length: int, size: int) -> list[tuple[int, int]]:
     step = max(1, PIECE_BYTES // size)
     return [(begin, min(begin + step, length)) for begin in range(0, length, step)]

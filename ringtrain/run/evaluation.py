@@ -433,19 +433,6 @@ def means_over_ranks(logs: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]
     return means, unlike
 
 
-def result_over_ranks(metric: keras.Metric) -> Any:
-    """Result of a metric over the rows of all ranks; the metric itself stays as it is on this rank. Collective."""
-    before = [variable.numpy() for variable in metric.variables]
-    try:
-        sums = sums_over_ranks(before, "ringtrain_result")
-        for variable, total in zip(metric.variables, sums, strict=True):
-            variable.assign(total)
-        return metric.result()
-    finally:
-        for variable, value in zip(metric.variables, before, strict=True):
-            variable.assign(value)
-
-
 def sums_over_ranks(arrays: Sequence[NDArray[Any]], name: str) -> list[NDArray[np.float64]]:
     """Sum of each array over the ranks, in one allreduce. Collective."""
     parts = [np.asarray(array, np.float64) for array in arrays]
