@@ -51,7 +51,7 @@ class DataConfig:
     file: Annotated[str, needs("data.name", "npz")] = ""
     """file that npz reads; empty: the only one in dir"""
     url: Annotated[tuple[str, ...], needs("data.name", "records")] = ()
-    """files of rows to train: Parquet, TFRecord, tar, images; paths, folders, patterns, URLs (s3://bucket/rows)"""
+    """files of rows to train: Parquet, TFRecord, images; paths, folders, patterns, URLs (s3://bucket/rows)"""
     test_url: Annotated[tuple[str, ...], needs("data.name", "records")] = ()
     """the same for test data"""
     inputs: Annotated[tuple[str, ...], needs("data.name", "records")] = ()
@@ -60,8 +60,6 @@ class DataConfig:
     """column of the target"""
     transform: Annotated[str, needs("data.name", "records")] = ""
     """module:function of TensorFlow, from inputs and targets of a batch to those that are trained"""
-    cache: Annotated[str, needs("data.name", "records")] = ""
-    """folder on a local disk for up to 10 GB of what is read behind URLs"""
     max_samples: Annotated[int, AT_LEAST_0] = 0
     """first samples in memory that are used, of training and of test data, for a short try; 0: all"""
     num_samples: Annotated[int, at_least(16), needs("data.name", "synthetic")] = 4096

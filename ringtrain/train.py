@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ringtrain import config_io, data, strategies
+from ringtrain import config_io, strategies
 from ringtrain.config import Config
 from ringtrain.errors import CheckpointError, ConfigError, RingtrainError
 from ringtrain.models import lazy_keras
@@ -219,8 +219,6 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     # Data: each rank trains its shard of every global batch, and evaluates its shard of the test samples.
     job = process.source.read_job(process)
     consistency.same_job(process, job)
-    if not strategy.ranks_change and hvd.size() > 1:
-        job.plan |= data.share_on_host(job.data_set)
     stages.done("data")
 
     # Model and optimizer: every rank begins with rank 0's, from the newest checkpoint if there is one. Averaged

@@ -15,15 +15,12 @@ table_files:    files with typed columns
 parquet_files:  Parquet
 scanned_files:  files without a table of their rows
 tfrecord_files: TFRecords of any features
-tar_files:      tar files in WebDataset's layout
 class_folders:  images in a folder per class
 blocks:         what is read of a file at once
 data_files:     files behind paths and URLs
-range_cache:    what is read behind URLs, on a local disk
 block_cache:    blocks in memory, read ahead
 python_calls:   functions that threads of tf.data call, also while the process ends
 in_place:       rows of large NumPy arrays, read where they are
-host_memory:    large arrays in memory once per host
 parts:          a rank's parts of a batch, and the header of its rows
 streams:        batches of a tf.data.Dataset or generator, and a rank's rows of each
 py_dataset:     batches of a finite PyDataset, by number, or a rank's rows of them
@@ -48,7 +45,6 @@ from ringtrain.data.arrays import Arrays, NoSamples, NumberedRows, RowBatches
 from ringtrain.data.dataset import DataSet, Samples, Split, checksums
 from ringtrain.data.fit_arguments import BATCH_SIZE, FitArguments, is_nest, with_batch_sizes
 from ringtrain.data.from_rank_0 import FromRank0, packed, read_on_rank_0
-from ringtrain.data.host_memory import share as share_on_host
 from ringtrain.data.inputs import inputs, operations_by_rank, shapes_of
 from ringtrain.data.parts import Header, Parts, rows_of
 from ringtrain.data.pipeline import dealt_batches, evaluation_batches, training_batches

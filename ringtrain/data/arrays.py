@@ -94,18 +94,21 @@ class Arrays(NumberedRows):
         return _rows_of(self._without_large(), numbers, in_place.rows(self.large, numbers, _converted))
 
     def checksum(self) -> int:
-        """Checksum of up to 256 samples, evenly spaced."""
-        checksum, chosen = len(self), spaced(len(self), 256) if len(self) else np.zeros(0, np.int64)
+        """Checksum of all rows of NumPy arrays; of others and of files, of up to 256, evenly spaced."""
+        checksum = len(self)
         for leaf in _flat(self.nest):
-            # Only rows of large arrays are converted.
-            part, numbers = (leaf[chosen], slice(None)) if in_place.is_large(leaf) else (leaf, chosen)
-            sliceable = _sliceable(part, "numpy")
-            rows = np.asarray(sliceable.convert_to_numpy(sliceable[numbers]))
-            if rows.dtype.kind == "O":
-                content = "\0".join(map(str, rows.flat)).encode()
-            else:
-                content = rows.tobytes()
-            checksum = zlib.crc32(content, zlib.crc32(f"{rows.dtype}{rows.shape}".encode(), checksum))
+            kind = ""
+            for part, numbers in _compared(leaf, len(self)):
+                sliceable = _sliceable(part, "numpy")
+                rows = np.asarray(sliceable.convert_to_numpy(sliceable[numbers]))
+                if rows.dtype.kind == "O":
+                    content = "\0".join(map(str, rows.flat)).encode()
+                else:
+                    content = rows.tobytes()
+                if not kind:
+                    kind = f"{rows.dtype}{rows.shape[1:]}"
+                    checksum = zlib.crc32(kind.encode(), checksum)
+                checksum = zlib.crc32(content, checksum)
         return checksum
 
     def _shuffled(self, global_batch_size: int, seed: int, epoch: int) -> Order:
@@ -332,6 +335,19 @@ def _rows_of(nest: Any, numbers: Any, large: Sequence[Any]) -> Any:
         return tf.gather(leaf, numbers, axis=0)
 
     return keras.tree.traverse(of_leaf, nest)
+
+
+def _compared(leaf: Any, num_rows: int) -> Iterator[tuple[Any, Any]]:
+    """Parts of the rows and their numbers in these for a checksum; only rows of such parts are converted."""
+    chosen = np.zeros(0, np.int64)
+    if num_rows:
+        chosen = spaced(num_rows, 256)
+    if type(leaf) is not np.ndarray:
+        yield (leaf[chosen], slice(None)) if in_place.is_large(leaf) else (leaf, chosen)
+        return
+    step = max(1, in_place.LARGE * num_rows // max(1, leaf.nbytes))
+    for begin in range(0, num_rows, step):
+        yield leaf[begin : begin + step], slice(None)
 
 
 def _flat(nest: Any) -> list[Any]:

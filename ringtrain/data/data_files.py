@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
-from ringtrain.data.range_cache import RangeCache
 from ringtrain.errors import DamagedData, DataError, RingtrainError
 
 NUM_THREADS = 16
@@ -60,8 +59,6 @@ class DataFile(NamedTuple):
     """bytes"""
     version: str
     """changes with the content; "": a store that does not tell"""
-    cache: RangeCache | None = None
-    """what is read behind a URL is kept there"""
 
     @property
     def name(self) -> str:
@@ -75,7 +72,7 @@ class DataFile(NamedTuple):
         return self.url
 
 
-def files_of(files: str | Path | Sequence[str | Path], cache: RangeCache | None = None) -> list[DataFile]:
+def files_of(files: str | Path | Sequence[str | Path]) -> list[DataFile]:
     """Files that a path, folder, pattern, URL, or a list of these stands for; in folders by the order of their names.
 
     Raises:
@@ -95,7 +92,7 @@ def files_of(files: str | Path | Sequence[str | Path], cache: RangeCache | None 
         raise DataError(f"ringtrain.Records: {twice} is named twice: its rows would be trained twice as often")
     urls = [url for url in urls if not url.endswith(INDEX)] or urls
     states = of_each(state_of, urls)
-    return [DataFile(url, *states[url], cache) for url in urls]
+    return [DataFile(url, *states[url]) for url in urls]
 
 
 def state_of(url: str) -> tuple[int, str]:
@@ -132,13 +129,13 @@ def read_file(file: DataFile, read: Callable[[Any], Result], message: str = "", 
 
     Args:
         message: Of an error, which follows it.
-        window: Bytes that are asked for at once behind a URL, and not kept; 0: what `read` asks for.
+        window: Bytes that are asked for at once behind a URL, ; 0: what `read` asks for.
 
     Raises:
         DamagedData: `read` has refused the content.
         DataError: It cannot be read, or has changed since it was found.
     """
-    remote = _RemoteFile(file, keeps=not window) if file.is_remote else None
+    remote = _RemoteFile(file) if file.is_remote else None
     try:
         with remote or open(file.url, "rb", buffering=0) as opened:
             result = read(io.BufferedReader(remote, window) if remote and window else opened)
@@ -152,22 +149,7 @@ def read_file(file: DataFile, read: Callable[[Any], Result], message: str = "", 
         raise kind(f"{message or f'{file}: cannot be read'}: {_text_of(error)}") from error
     if not remote or remote.num_requests:
         check_unchanged(file)
-    if remote and file.cache:
-        for key, content in remote.answers.items():
-            file.cache.put(key, content)
     return result
-
-
-def cached(file: DataFile, name: str, make: Callable[[], bytes]) -> bytes:
-    """Returns the result of `make`, which is kept under a name in the file's cache."""
-    if not file.cache or not file.version:
-        return make()
-    key = f"{file.url}\n{file.version}\n{name}"
-    content = file.cache.get(key)
-    if content is None:
-        content = make()
-        file.cache.put(key, content)
-    return content
 
 
 def index_of(file: DataFile) -> str:
@@ -184,17 +166,10 @@ def index_of(file: DataFile) -> str:
 
 
 class _RemoteFile(io.RawIOBase):
-    """A file behind a URL. Each read asks its store, unless the cache has the answer.
+    """A file behind a URL. Each read asks its store."""
 
-    Args:
-        keeps: To keep answers for the cache.
-    """
-
-    def __init__(self, file: DataFile, keeps: bool) -> None:
+    def __init__(self, file: DataFile) -> None:
         self.file, self.position = file, 0
-        self.keeps = keeps and file.cache is not None and bool(file.version)
-        self.answers: dict[str, bytes] = {}
-        """by the cache's keys"""
         self.num_requests, self.is_asking = 0, False
 
     def seekable(self) -> bool:
@@ -223,10 +198,7 @@ class _RemoteFile(io.RawIOBase):
         return content
 
     def _range(self, begin: int, end: int) -> bytes:
-        file, key = self.file, f"{self.file.url}\n{self.file.version}\n{begin}-{end}"
-        content = file.cache.get(key) if self.keeps and file.cache else None
-        if content is not None:
-            return content
+        file = self.file
 
         def ask() -> bytes:
             store, path = store_of(file.url)
@@ -239,8 +211,6 @@ class _RemoteFile(io.RawIOBase):
         self.is_asking = True
         content = with_retries(ask, file.url, f"{file}: cannot be read")
         self.is_asking = False
-        if self.keeps:
-            self.answers[key] = content
         return content
 
 

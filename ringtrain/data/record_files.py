@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from ringtrain.data import data_files, tar_files, tfrecords
+from ringtrain.data import data_files, tfrecords
 from ringtrain.data.blocks import Files
 from ringtrain.data.class_folders import ClassFolders
 from ringtrain.data.data_files import DataFile
 from ringtrain.data.parquet_files import ParquetFiles
-from ringtrain.data.tar_files import TarFiles
 from ringtrain.data.tfrecord_files import TFRecordFiles
 from ringtrain.errors import DataError
 
@@ -38,8 +37,6 @@ def opened(
         found = ClassFolders(files, columns, class_names)
     elif kind == "Parquet":
         found = ParquetFiles(files, columns)
-    elif kind == "tar":
-        found = TarFiles(files, columns)
     else:
         found = TFRecordFiles(files, columns, features)
     if not found.blocks:
@@ -48,7 +45,7 @@ def opened(
 
 
 def kind_of_all(files: Sequence[DataFile]) -> str:
-    """Kind of all files; raises DataError if they are of several. An empty file is a TFRecord or tar without rows."""
+    """Kind of all files; raises DataError if they are of several. An empty file is a TFRecord without rows."""
     kinds = data_files.of_each(_kind_of, files)
     known = [file for file in files if kinds[file]]
     if not known:
@@ -69,16 +66,14 @@ def _kind_of(file: DataFile) -> str:
         return ""
 
     def read(opened: IO[bytes]) -> bytes:
-        return opened.read(tar_files.HEADER)
+        return opened.read(tfrecords.HEADER)
 
     begin = data_files.read_file(file, read)
     if begin.startswith(PARQUET):
         return "Parquet"
-    if tar_files.is_header(begin):
-        return "tar"
-    if not tfrecords.length_fits(begin[: tfrecords.HEADER]):
+    if not tfrecords.length_fits(begin):
         problem = "is of no known kind"
         if begin.startswith(GZIP):
             problem = "is compressed with gzip: write it without"
-        raise DataError(f"{file}: {problem}: expected Parquet, TFRecord, tar or images")
+        raise DataError(f"{file}: {problem}: expected Parquet, TFRecord or images")
     return "TFRecord"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,6 @@ from ringtrain.data.data_files import files_of
 from ringtrain.data.image_files import Unreadable, text_of
 from ringtrain.data.parts import Parts
 from ringtrain.data.python_calls import of_tensorflow, weakly
-from ringtrain.data.range_cache import RangeCache
 from ringtrain.data.record_files import opened
 from ringtrain.data.row_order import Order, lane_order
 from ringtrain.errors import DamagedData, DataError
@@ -36,7 +34,6 @@ AHEAD = 16
 CALL_BYTES = 1 << 20
 """of the batches that one call reads, about"""
 MEMORY_MB = 256
-CACHE, CACHE_GB = "ringtrain-cache", 10
 REMOTE_READERS = 8
 """threads that read blocks behind URLs, where each waits"""
 
@@ -44,7 +41,7 @@ REMOTE_READERS = 8
 class Records:
     """Rows of files for `ringtrain.fit`, `evaluate` and `predict`. They may be larger than memory.
 
-    Files are Parquet, TFRecord, tar in WebDataset's layout, or images in a folder per class. Each rank reads the
+    Files are Parquet, TFRecord, or images in a folder per class. Each rank reads the
     blocks (row groups, successive records, or an image) of its own rows. Every epoch has another order, which depends
     on seed, epoch, batch size and `memory_mb`, and not on the number of ranks: blocks are shuffled, and their rows, and
     a batch has rows of `lanes` blocks. A resumed run continues within an epoch and trains no row twice.
@@ -52,16 +49,14 @@ class Records:
     Args:
         files: Path of a file, of a folder, or a pattern such as "rows/*.parquet", or several in a list. Also a URL such
             as "s3://bucket/rows", for which the package of its file system is installed (s3fs).
-        inputs: Column of the inputs x: of tar files, the ending of a member such as "jpg"; of images, "image", "class"
-            or "path". A list of columns is one array with these columns; a dict, several inputs.
+        inputs: Column of the inputs x: of images, "image", "class" or "path".
+            A list of columns is one array with these columns; a dict, several inputs.
         target: The same for y. None: there are no targets.
         weight: Column with the weight of each row.
         transform: Function of TensorFlow, from (x,), (x, y) or (x, y, weight) of a batch to what is trained. It has no
             state, and computes each row by itself.
         features: Of TFRecords, as for `tf.io.parse_example`. None: those of the first record, with its lengths.
         memory_mb: Memory of a rank for blocks, about.
-        cache: Folder on a local disk for what is read behind URLs. The processes of a host share it. "": none.
-        cache_gb: Limit of its files. When it is full, files that were not used since this was opened are deleted.
         on_error: "fail", or "skip": in training, other rows replace those of a damaged block, and those for which
             `transform` fails. Which ones depends on the number of ranks. Evaluation, prediction and opening a file
             still fail.
@@ -87,15 +82,11 @@ class Records:
         transform: Callable[..., Any] | None = None,
         features: Mapping[str, Any] | None = None,
         memory_mb: int = MEMORY_MB,
-        cache: str | Path = "",
-        cache_gb: float = CACHE_GB,
         on_error: str = "fail",
         class_names: Sequence[str] | None = None,
     ) -> None:
         if weight is not None and target is None:
             raise DataError("ringtrain.Records: got a weight without a target, which it would stand for: name both")
-        if cache and not 0 < cache_gb < math.inf:
-            raise DataError(f"ringtrain.Records: got cache_gb {cache_gb}, expected more than 0")
         if on_error not in ("fail", "skip"):
             raise DataError(f"ringtrain.Records: got on_error {on_error!r}, expected fail or skip")
         if not 1 <= memory_mb < math.inf:
@@ -104,15 +95,12 @@ class Records:
         self.transform = transform
         self.parts = [*_parts_of(self.nest)]
         self.columns = sorted({name for part in self.parts for name in _names_in(part)})
-        kept = None
-        if cache:
-            kept = RangeCache(_folder_in(cache), int(cache_gb * 2**30), time.time())
         self.unreadable = Unreadable(on_error == "skip")
         self.unreadable_rows: set[int] = set()
         """numbers of the rows for which the transform fails"""
         random_state = random.getstate()
         try:
-            self.files = opened(files_of(files, kept), self.columns, features, class_names)
+            self.files = opened(files_of(files), self.columns, features, class_names)
             self.blocks = self.files.blocks
             first = self._first_block()
         finally:
@@ -470,11 +458,6 @@ class _Passes(RowNumbers):
         number, first, end = self.position
         self.position = number + 1, first, end
         return position
-
-
-def _folder_in(cache: str | Path) -> Path:
-    """Folder of the cache's own, in that which was given and may have other files."""
-    return Path(cache).expanduser().absolute() / CACHE
 
 
 def _parts_of(nest: Any) -> Iterator[Any]:

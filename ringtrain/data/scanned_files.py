@@ -6,8 +6,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
 from ringtrain.data import data_files
 from ringtrain.data.blocks import Block, blocks_of
 from ringtrain.data.data_files import INDEX, OTHER_INDEX, DataFile
@@ -47,9 +45,7 @@ class ScannedFiles:
             if text:
                 starts = read_index(file, text)
             else:
-                # It is read from its begin to its end; its cache keeps the result.
-                made = data_files.cached(file, "positions", lambda: np.array(scan(file)[1:], np.int64).tobytes())
-                starts = np.frombuffer(made, np.int64).tolist()
+                starts = scan(file)[1:]
             # The same with and without an index.
             return Positions(starts, zlib.crc32(f"{file.version} {starts}".encode()), bool(text))
 
@@ -59,11 +55,11 @@ class ScannedFiles:
         self.blocks = [block for file, positions in found.items() for block in blocks_of(file, positions.starts)]
 
     def checksum(self) -> int:
-        """Checksum of the checksums of records, or of names and lengths of members; behind a URL, of the version."""
+        """Checksum of the checksums of records; behind a URL, of the version."""
         return zlib.crc32(str(self._checksums).encode())
 
     def parsed(self, block: Block, parse: Callable[[bytes], Result]) -> Result:
-        """Returns the result of `parse` for the bytes of a block. They are kept in the cache if it raises nothing."""
+        """Returns the result of `parse` for the bytes of a block."""
 
         def read(opened: Any) -> Result:
             opened.seek(block.begin)

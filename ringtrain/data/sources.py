@@ -119,7 +119,7 @@ def records(config: DataConfig) -> FitArguments:
         transform = imported("data.transform", config.transform)
 
     def of(urls: tuple[str, ...], class_names: Sequence[str] | None) -> Records:
-        more: dict[str, Any] = {"transform": transform, "cache": config.cache, "on_error": config.on_error}
+        more: dict[str, Any] = {"transform": transform, "on_error": config.on_error}
         return Records(urls, inputs, config.target or None, class_names=class_names, **more)
 
     train = of(config.url, None)

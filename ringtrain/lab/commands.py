@@ -187,19 +187,19 @@ DATA = Command(
         "show": plain(
             "files.show",
             "say what is in files",
-            "Prints numbers of files, blocks and rows, the columns and the first rows of Parquet, TFRecord and tar"
+            "Prints numbers of files, blocks and rows, the columns and the first rows of Parquet, TFRecord"
             " files, or of folders of images, on disk or behind a URL.",
         ),
         "index": plain(
             "files.index",
-            "write an index next to TFRecord and tar files",
+            "write an index next to TFRecord files",
             "Writes where each row begins to NAME.idx. With it, ringtrain.Records need not read files behind a URL from"
             " begin to end before training.",
         ),
         "convert": plain(
             "files.convert",
             "write the rows of files as Parquet",
-            "Writes the rows of TFRecord, tar, Parquet or image files as Parquet files with checksums, all or none.",
+            "Writes the rows of TFRecord, Parquet or image files as Parquet files with checksums, all or none.",
         ),
     },
 )

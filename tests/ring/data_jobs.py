@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -181,7 +180,7 @@ def a_cache_in_a_file_of_all_ranks() -> None:
 
 @only(np=2)
 def large_arrays() -> None:
-    """Ranks hold them once per host, and a row that is another on one rank, of which no checksum knows, is named."""
+    """They are read where they are, and a row that is another on one rank is seen."""
     x, y = np.zeros((1000, 10_000)), np.resize(Y, (1000, 3))
     x[:, :6] = np.resize(X, (1000, 6))
 
@@ -194,8 +193,5 @@ def large_arrays() -> None:
     reference = compiled(dense())
     reference.fit(x[:, :6], y, **SAME)
     assert distance(fit(), reference) < 1e-10
-    in_memory = [line.split("-")[0] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line]
-    assert f"{x.ctypes.data + 4096 & ~4095:x}" in in_memory, in_memory
-    x[1] += hvd.rank()  # of rank 1's own pages
-    assert hvd.allgather_object(float(x[1, 9]), name="row_of_large") == [0.0, 1.0]
-    refused("rank 1 has another array, float64 (1000, 10000), from row 1 on,", fit)
+    x[1] += hvd.rank()
+    refused("rank 1 has other training data than rank 0", fit)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from ringtrain import data
+from ringtrain.data import in_place
+from ringtrain.data.arrays import Arrays
 
 
 def _epoch(num_rows: int, batch_size: int, size: int, epoch: int = 0, first_step: int = 0, **options: object):
@@ -122,3 +127,35 @@ def test_what_keras_refuses_is_refused() -> None:
 def test_only_the_first_rows() -> None:
     some = data.Arrays(np.arange(10)).first(4)
     assert len(some) == 4 and sorted(some.epoch_order(1, 0, 0).reshape(-1)) == [0, 1, 2, 3]
+
+
+def test_rows_in_another_byte_order_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_place, "LARGE", 1)
+    x = np.arange(8).astype(">f4").reshape(4, 2)
+    order = tf.data.Dataset.from_tensors((tf.constant(0, tf.int64), np.array([2, 0])))
+    batch = Arrays(x).batches(order, 2, 0).get_single_element()
+    assert batch.numpy().tolist() == [[4, 5], [0, 1]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "float16"])
+def test_rows_of_large_arrays_are_those_of_tensors(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = np.random.default_rng(0)
+    x = {"a": np.asfortranarray((100 * draw.random((50, 3))).astype(dtype)), "b": [tf.constant(draw.random((50, 2)))]}
+    np.save(tmp_path / "y.npy", (100 * draw.random(50)).astype(dtype))
+    y = np.load(tmp_path / "y.npy", mmap_mode="r")
+
+    def found() -> tuple[Any, ...]:
+        arrays = Arrays(x, y)
+        order = (
+            tf.data.Dataset.from_tensor_slices(draw_order).batch(7).map(lambda rows: (tf.constant(0, tf.int64), rows))
+        )
+        batches = [tf.nest.map_structure(lambda leaf: leaf.numpy(), batch) for batch in arrays.batches(order, 7, 0)]
+        return arrays.checksum(), tf.nest.flatten([batches, arrays.rows(3, 9)]), len(arrays.large)
+
+    draw_order = draw.permutation(50)
+    checksum, of_tensors, _ = found()
+    monkeypatch.setattr(in_place, "LARGE", 1)
+    own_checksum, rows, num_large = found()
+    assert num_large == 2 and own_checksum == checksum
+    for row, of_tensor in zip(rows, of_tensors, strict=True):
+        assert row.dtype == of_tensor.dtype and np.array_equal(row, of_tensor)

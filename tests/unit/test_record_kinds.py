@@ -1,8 +1,7 @@
-"""Rows of all kinds of files, on disk and behind a URL: errors that pass, indices, and the cache on disk."""
+"""Rows of all kinds of files, on disk and behind a URL: errors that pass, and indices."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
@@ -11,9 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +20,11 @@ import tensorflow as tf
 
 from ringtrain import cli
 from ringtrain.data import FitArguments, blocks, data_files, inputs
-from ringtrain.data.range_cache import LOCK, RangeCache
 from ringtrain.data.records import RecordRows, Records
 from ringtrain.errors import DataError
 
 NUM = 60
-COLUMNS = {"parquet": ("x", "y"), "tfrecord": ("x", "y"), "tar": ("npy", "cls"), "images": ("image", "class")}
-
-
-def tar_of(path: Path, members: dict[str, bytes]) -> None:
-    with tarfile.open(path, "w") as file:
-        for name, content in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            file.addfile(member, io.BytesIO(content))
-
-
-def npy(value: Any) -> bytes:
-    file = io.BytesIO()
-    np.save(file, np.asarray(value))
-    return file.getvalue()
+COLUMNS = {"parquet": ("x", "y"), "tfrecord": ("x", "y"), "images": ("image", "class")}
 
 
 def write(kind: str, folder: Path) -> Path:
@@ -59,10 +41,6 @@ def write(kind: str, folder: Path) -> Path:
                     x = tf.train.Feature(float_list={"value": [row, 0.5]})
                     features = {"x": x, "y": tf.train.Feature(int64_list={"value": [row]})}
                     writer.write(tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString())
-        elif kind == "tar":
-            rows = {f"{row:03}.npy": npy(np.float32([row, 1])) for row in part.tolist()}
-            rows |= {f"{row:03}.cls": b"%d" % row for row in part.tolist()}
-            tar_of(path.with_suffix(".tar"), dict(sorted(rows.items())))
         else:
             for row in part.tolist():
                 image = folder / f"class-{row % 3}" / f"{row:03}.jpg"
@@ -149,99 +127,8 @@ def test_files_behind_a_url_are_read_in_spite_of_errors_that_pass(kind: str, tmp
     assert store.requests <= NUM  # each file once
 
 
-@pytest.mark.parametrize("kind", COLUMNS)
-def test_what_is_kept_on_disk_is_read_once(kind: str, tmp_path: Path, store: Any) -> None:
-    store.faults = False
-    store.upload(write(kind, tmp_path / "rows"))
-    once, fetched = passes("odd://rows", kind, cache=tmp_path / "cache"), store.num_bytes
-    assert fetched > 0
-    assert passes("odd://rows", kind, cache=tmp_path / "cache") == once
-    assert store.num_bytes == fetched
-    # A damaged file of the cache counts as missing.
-    damaged = max((tmp_path / "cache").rglob("??/*"), key=lambda path: path.stat().st_size)
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    assert passes("odd://rows", kind, cache=tmp_path / "cache") == once
-    assert fetched < store.num_bytes <= fetched + damaged.stat().st_size
-
-
-def sizes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("??/*"))
-
-
-def test_the_cache_keeps_to_its_limit(tmp_path: Path) -> None:
-    """What was used since it was opened stays, older contents go, and a process that was killed leaves nothing."""
-    cache = RangeCache(tmp_path, 10_000, time.time() - 100)
-    for number in range(30):
-        cache.put(f"old {number}", bytes(996))
-        assert sizes(tmp_path) <= 10_000
-    assert [cache.get(f"old {number}") is not None for number in range(12)] == [True] * 10 + [False] * 2
-    (tmp_path / "unfinished").write_bytes(bytes(5000))
-    later = RangeCache(tmp_path, 10_000, time.time() + 100)
-    later.put("new", bytes(1996))
-    assert later.get("new") == bytes(1996) and sizes(tmp_path) <= 10_000
-    assert not (tmp_path / "unfinished").exists()
-    later.put("too large", bytes(20_000))
-    assert later.get("too large") is None and later.get("new") is not None
-    (tmp_path / LOCK).write_text("no number")
-    later.put("again", bytes(96))
-    assert later.get("again") is not None and sizes(tmp_path) <= 10_000
-
-
-PUTS = """
-import sys, time
-from pathlib import Path
-from ringtrain.data.range_cache import RangeCache
-cache = RangeCache(Path(sys.argv[1]), 50_000, time.time())
-for number in range(200):
-    key = f"{sys.argv[2] if number % 2 else 'both'} {number}"
-    cache.put(key, key.encode() * 100)
-    found = cache.get(key)
-    assert found in (None, key.encode() * 100), key
-"""
-
-
-def test_processes_share_a_cache(tmp_path: Path) -> None:
-    started = [subprocess.Popen([sys.executable, "-c", PUTS, str(tmp_path), str(number)]) for number in range(3)]
-    largest = 0
-    while any(process.poll() is None for process in started):
-        try:
-            largest = max(largest, sizes(tmp_path))
-        except FileNotFoundError:
-            continue
-    assert [process.returncode for process in started] == [0, 0, 0]
-    assert 40_000 < sizes(tmp_path) <= 50_000 >= largest
-
-
-FULL = """
-import resource, sys
-from pathlib import Path
-from ringtrain.data.range_cache import RangeCache
-resource.setrlimit(resource.RLIMIT_FSIZE, (150, 150))
-cache = RangeCache(Path(sys.argv[1]), 10**6, 0)
-cache.put("key", bytes(200))
-cache.put("other key", bytes(200))
-cache.put("small", b"1")
-assert cache.get("key") is None and cache.get("small") == b"1"
-"""
-
-
-def test_a_cache_that_cannot_be_written_to(tmp_path: Path, store: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    """Nothing is kept, in one line: a folder that is a file, and a disk that takes no file of this size."""
-    store.faults = False
-    store.upload(write("tfrecord", tmp_path / "rows"))
-    expected = passes("odd://rows", "tfrecord")
-    (tmp_path / "file").touch()
-    assert passes("odd://rows", "tfrecord", cache=tmp_path / "file") == expected
-    assert capfd.readouterr().err.count("file/ringtrain-cache: could not keep data: ") == 1
-    ended = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path / "full")], stderr=subprocess.PIPE, text=True, check=True
-    )
-    assert ended.stderr.count("full: could not keep data: File too large") == 1
-    assert sizes(tmp_path / "full") < 150
-
-
-@pytest.mark.parametrize("kind", ["tfrecord", "tar"])
-def test_with_an_index_files_are_not_read_before_training(kind: str, tmp_path: Path, store: Any) -> None:
+def test_with_an_index_files_are_not_read_before_training(tmp_path: Path, store: Any) -> None:
+    kind = "tfrecord"
     store.faults = False
     folder = write(kind, tmp_path / "rows")
     store.upload(folder)
@@ -261,7 +148,7 @@ def test_with_an_index_files_are_not_read_before_training(kind: str, tmp_path: P
     checksum = RecordRows(Records("odd://rows", *COLUMNS[kind])).checksum()
     store().rm(name)
     assert RecordRows(Records("odd://rows", *COLUMNS[kind])).checksum() == checksum
-    for wrong in (b"v1.2 1\nnpy 512 999999999 a.npy\n", b"0 7\n", b"nothing\n", b"v1.2 0\n", right[:-9]):
+    for wrong in (b"0 7\n", b"nothing\n", right[:-9]):
         store().pipe_file(name, wrong)
         with pytest.raises(DataError, match="is not the index of this file"):
             passes("odd://rows", kind)
@@ -269,27 +156,20 @@ def test_with_an_index_files_are_not_read_before_training(kind: str, tmp_path: P
     assert store.store[name].getvalue() == right
 
 
-@pytest.mark.parametrize("kind", ["tfrecord", "tar"])
 @pytest.mark.parametrize("num_rows", [5, 20])
-def test_the_index_of_another_version_of_a_file_is_not_believed(
-    kind: str, num_rows: int, tmp_path: Path, store: Any
-) -> None:
+def test_the_index_of_another_version_of_a_file_is_not_believed(num_rows: int, tmp_path: Path, store: Any) -> None:
     """With files of equal size, that has more rows or fewer."""
     store.faults = False
-    paths = [tmp_path / f"{number}-{kind}" for number in range(2)]
+    paths = [tmp_path / str(number) for number in range(2)]
     for path, rows in zip(paths, (10, num_rows), strict=True):
-        if kind == "tar":
-            tar_of(path, {f"{row}.{column}": b"1" * 2 for row in range(rows) for column in ("cls", "txt")})
-        else:
-            x = tf.train.Feature(bytes_list={"value": [bytes(71)]})
-            example = tf.train.Example(features=tf.train.Features(feature={"cls": x})).SerializeToString()
-            with tf.io.TFRecordWriter(str(path)) as writer:
-                for _ in range(rows):
-                    writer.write(example if rows == 10 else bytes((len(example) + 16) * 10 // rows - 16))
+        x = tf.train.Feature(bytes_list={"value": [bytes(71)]})
+        example = tf.train.Example(features=tf.train.Features(feature={"cls": x})).SerializeToString()
+        with tf.io.TFRecordWriter(str(path)) as writer:
+            for _ in range(rows):
+                writer.write(example if rows == 10 else bytes((len(example) + 16) * 10 // rows - 16))
     content = [path.read_bytes() for path in paths]
     size = max(map(len, content))
-    if kind == "tfrecord":
-        assert len(content[0]) == len(content[1]), [*map(len, content)]
+    assert len(content[0]) == len(content[1]), [*map(len, content)]
     store().pipe_file("/rows/part", content[1])
     assert cli.main(["data", "index", "odd://rows"]) == 0
     store().pipe_file("/rows/part", content[0].ljust(size, b"\0"))
@@ -297,91 +177,11 @@ def test_the_index_of_another_version_of_a_file_is_not_believed(
         list(Records("odd://rows/part", "cls").dataset(4))
 
 
-def damaged_header(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    place = content.index(b"ustar", 3000)
-    content[place - 200 : place - 100] = b"?" * 100
-    path.write_bytes(content)
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:1800])
-
-
-def sparse(path: Path) -> None:
-    (path.parent / "1.npy").write_bytes(npy(1))
-    with open(path.parent / "1.npy", "r+b") as file:
-        file.truncate(1 << 20)
-    subprocess.run(["tar", "-S", "-cf", path, "-C", path.parent, "1.npy"], check=True)
-
-
-def empty_page(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[2048:4096] = bytes(2048)
-    path.write_bytes(content)
-
-
-def linked(path: Path) -> None:
-    tar_of_list(path, ["1.npy", "1.cls"])
-    with tarfile.open(path, "a") as file:
-        member = tarfile.TarInfo("2.npy")
-        member.type, member.linkname = tarfile.LNKTYPE, "1.npy"
-        file.addfile(member)
-
-
-WRONG_TARS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a name twice": (lambda path: tar_of_list(path, ["1.npy", "1.cls", "1.cls"]), r"has 1.cls twice"),
-    "a row in two places": (
-        lambda path: tar_of_list(path, ["1.npy", "2.cls", "1.cls"]),
-        r"members of 1 are in two places",
-    ),
-    "a column is missing": (lambda path: tar_of_list(path, ["1.npy", "1.cls", "2.npy"]), r": 2 has no cls: it has npy"),
-    "damaged header": (damaged_header, r"is damaged or cut at byte \d"),
-    "cut": (cut, r"cannot be read as tar: .*unexpected end of data"),
-    "cut between rows": (
-        lambda path: path.write_bytes(path.read_bytes()[: 4 * 1024]) and None,
-        r"is damaged or cut at",
-    ),
-    "a sparse member": (sparse, r"1.npy is sparse"),
-    "a link": (linked, r"2.npy is a link"),
-    "no number": (lambda path: tar_of(path, {"1.npy": npy(1), "1.cls": b"dog"}), r"records from 0 on: cls: .* int64: "),
-    "no array": (lambda path: tar_of(path, {"1.npy": b"NUMPY", "1.cls": b"1"}), r"npy: cannot be read as array"),
-    "a ZIP": (lambda path: tar_of(path, {"1.npy": b"PK\3\4", "1.cls": b"1"}), r"npy: cannot be read as array"),
-    "half a header": (
-        lambda path: tar_of(path, {"1.npy": npy(1)[:40], "1.cls": b"1"}),
-        r"npy: cannot be read as array",
-    ),
-    "an empty page": (empty_page, r"is damaged or cut at byte 2,048"),
-    "no row": (lambda path: tar_of(path, {"README": b"nothing"}), r"no row in 1 files"),
-}
-
-
-def tar_of_list(path: Path, names: list[str]) -> None:
-    with tarfile.open(path, "w") as file:
-        for name in names:
-            content = npy(1) if name.endswith("npy") else b"1"
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            file.addfile(member, io.BytesIO(content))
-
-
-@pytest.mark.parametrize("name", WRONG_TARS)
-def test_a_wrong_tar_is_named_in_one_line(name: str, tmp_path: Path) -> None:
-    path = write("tar", tmp_path / "rows") / "part-00.tar"
-    change, message = WRONG_TARS[name]
-    change(path)
-    with pytest.raises(DataError, match=message) as error:
-        Records(path, "npy", "cls")
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
-
-
 def damage(kind: str, folder: Path) -> int:
     """Damages the third row of the second file; returns the number of rows of its block."""
     path = sorted(folder.iterdir())[1]
     content = bytearray(path.read_bytes())
-    if kind == "tar":
-        content[content.index(b"NUMPY", content.index(b"022.npy"))] = 0
-    elif kind == "tfrecord":
+    if kind == "tfrecord":
         content[len(content) // 20 * 2 + 20] ^= 255
     else:
         content[60:80] = bytes(20)
@@ -389,7 +189,7 @@ def damage(kind: str, folder: Path) -> int:
     return 7
 
 
-@pytest.mark.parametrize("kind", ["parquet", "tfrecord", "tar"])
+@pytest.mark.parametrize("kind", ["parquet", "tfrecord"])
 def test_damaged_blocks_are_skipped_and_counted(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In training, if it is asked for; evaluation fails, and so does a file that has changed."""
     folder = write(kind, tmp_path / "rows")
@@ -533,20 +333,6 @@ def test_a_transform_that_fails_for_whole_batches_says_so(tmp_path: Path) -> Non
         list(Records(folder, "x", transform=transform).dataset(8))
 
 
-def test_arrays_of_other_types_in_later_rows_are_refused(tmp_path: Path) -> None:
-    """They would be cut or rounded."""
-    pytest.importorskip("pyarrow")  # for `convert`
-    tar_of(tmp_path / "named.tar", {"0.x.npy": npy([1.5, 2]), "0.y.cls": b"3"})
-    x, y = next(iter(Records(tmp_path / "named.tar", "x.npy", "y.cls").dataset(1)))
-    assert x.numpy().tolist() == [[1.5, 2]] and y.numpy().tolist() == [3]
-    for number, arrays in enumerate(([np.uint8(1)] * 7 + [np.int64(300)], ["ab"] * 7 + ["abcdef"], [1, 2, 3.5])):
-        path = tmp_path / f"{number}.tar"
-        tar_of(path, {f"{row}.npy": npy(array) for row, array in enumerate(arrays)})
-        with pytest.raises((DataError, tf.errors.OpError), match=r"npy.*(types|dtype|uint8|U)"):
-            list(Records(path, "npy").dataset(8))
-        assert cli.main(["data", "convert", str(path), "--to", str(tmp_path / "to")]) == 2
-
-
 def test_a_record_that_begins_as_gzip_does_is_none(tmp_path: Path) -> None:
     with tf.io.TFRecordWriter(str(tmp_path / "one")) as writer:
         text = tf.train.Feature(bytes_list={"value": [bytes(0x8B1F - 23)]})
@@ -555,28 +341,23 @@ def test_a_record_that_begins_as_gzip_does_is_none(tmp_path: Path) -> None:
     assert len(Records(tmp_path / "one", "x")) == 1
 
 
+def write_texts(path: Path, lengths: list[int]) -> None:
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for length in lengths:
+            text = tf.train.Feature(bytes_list={"value": [bytes(length)]})
+            writer.write(tf.train.Example(features=tf.train.Features(feature={"bin": text})).SerializeToString())
+
+
 def test_lanes_follow_from_the_largest_block(tmp_path: Path) -> None:
-    tar_of(tmp_path / "a.tar", {f"{row}.bin": bytes(2_000 if row < 7 else 400_000) for row in range(28)})
-    assert Records(tmp_path / "a.tar", "bin", memory_mb=8).lanes == 1
-    assert Records(tmp_path / "a.tar", "bin", memory_mb=512).lanes == 48
-
-
-def test_a_cache_deletes_nothing_else(tmp_path: Path, store: Any) -> None:
-    store.faults = False
-    store.upload(write("tfrecord", tmp_path / "rows"))
-    for folder in ("own", "ringtrain-cache/other"):
-        (tmp_path / "disk" / folder).mkdir(parents=True)
-        (tmp_path / "disk" / folder / "file").write_bytes(bytes(10**5))
-    once = passes("odd://rows", "tfrecord", cache=tmp_path / "disk", cache_gb=2e-6)
-    assert once == passes(tmp_path / "rows", "tfrecord")
-    assert len([*(tmp_path / "disk").rglob("file")]) == 2
-    assert 0 < sizes(tmp_path / "disk" / "ringtrain-cache") <= 2e-6 * 2**30
+    write_texts(tmp_path / "a", [2_000] * 7 + [400_000] * 21)
+    assert Records(tmp_path / "a", "bin", memory_mb=8).lanes == 1
+    assert Records(tmp_path / "a", "bin", memory_mb=512).lanes == 48
 
 
 def test_rows_in_another_order_are_another_training(tmp_path: Path) -> None:
     """The order follows from `memory_mb`, too: a resume with another one would train rows twice."""
-    tar_of(tmp_path / "a.tar", {f"{row}.bin": bytes(50_000) for row in range(28)})
-    records = [Records(tmp_path / "a.tar", "bin", memory_mb=size) for size in (256, 256, 2)]
+    write_texts(tmp_path / "a", [50_000] * 28)
+    records = [Records(tmp_path / "a", "bin", memory_mb=size) for size in (256, 256, 2)]
     checksums = [RecordRows(one, shuffle=True).checksum() for one in records]
     assert records[0].lanes > records[2].lanes and checksums[0] == checksums[1] != checksums[2]
 

@@ -1,4 +1,4 @@
-"""ringtrain data index: writes where each row begins next to TFRecord and tar files."""
+"""ringtrain data index: writes where each row begins next to TFRecord files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ringtrain.data import data_files, record_files, tar_files, tfrecord_files
+from ringtrain.data import data_files, record_files, tfrecord_files
 from ringtrain.data.data_files import INDEX, DataFile
 from ringtrain.errors import DataError, LaunchError
 from ringtrain.options import Argument
 
-KINDS = {"TFRecord": tfrecord_files.index, "tar": tar_files.index}
+KIND = "TFRecord"
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ def main(options: Options) -> int:
     if not files:
         raise DataError("ringtrain data index: all files are empty")
     kind = record_files.kind_of_all(files)
-    if kind not in KINDS:
+    if kind != KIND:
         raise DataError(f"{files[0]}: is {kind}, which needs no index")
-    data_files.of_each(lambda file: _write(file, KINDS[kind](file).encode(errors="surrogateescape")), files)
+    data_files.of_each(lambda file: _write(file, tfrecord_files.index(file).encode(errors="surrogateescape")), files)
     print(f"{len(files):,} files have an index, NAME{INDEX}")
     return 0
 
