@@ -17,7 +17,6 @@ prove:    ringtrain prove
 sweep:    ringtrain sweep
 compare:  ringtrain compare
 forecast: ringtrain forecast
-simulate: ringtrain simulate
 files:    ringtrain data
 report:   ringtrain report, ringtrain runs
 """

@@ -233,27 +233,6 @@ FORECAST = Command(
 )
 
 
-def add_simulate(parser: Parser) -> None:
-    """Adds the options of simulate in their groups, and those of hosts."""
-    add_options(parser, [HostOptions], hidden=("ssh_port", "subnet"))
-    for group in module_of("simulate.cli").OWN:
-        add(parser.add_argument_group(title_of(group)), options_of(group).values())
-
-
-def simulate(given: Given) -> int:
-    """Runs simulate."""
-    return module_of("simulate.cli").main(given)
-
-
-SIMULATE = Command(
-    "forecast the cost of host failures for a long job",
-    "Simulates a job on hosts that fail: goodput, restarts and hours, with several checkpoint intervals, spare hosts"
-    " and options of launch. What a failure leads to is decided by the launcher's own code.",
-    add_simulate,
-    simulate,
-    usage="ringtrain simulate --mtbf TIME --hours H [options] [-- options of ringtrain launch]",
-    takes_words=True,
-)
 PREDICT = dataclasses.replace(FORECAST, help="", run=predict, usage=FORECAST.usage.replace("forecast", "predict"))
 
 
@@ -286,7 +265,6 @@ def commands() -> dict[str, Command]:
         "compare": COMPARE.command("compare"),
         "prove": PROVE.command("prove"),
         "forecast": FORECAST,
-        "simulate": SIMULATE,
         "data": DATA,
         "predict": PREDICT,
     }

@@ -89,7 +89,7 @@ HOSTFILES = ("cluster", "deepspeed", "hydra", "ipv6")
 
 COMMANDS = (
     *("train", "launch", "init", "runs", "report", "bench", "tune", "sweep", "compare", "forecast", "hosts", "doctor"),
-    *("simulate", "schema"),
+    "schema",
 )
 BENCHES = ("train", "peers", "allreduce", "startup", "checkpoint", "input")
 HELP = (

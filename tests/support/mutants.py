@@ -285,11 +285,6 @@ MUTANTS = (
         f"{UNIT}/test_forecast.py",
     ),
     Mutant(
-        *("a simulated failure that costs no start", "lab/simulate/job.py"),
-        *('self.training.spend("start", self.case.costs.start_s)', 'self.training.spend("start", 0.0)'),
-        f"{UNIT}/test_simulate.py",
-    ),
-    Mutant(
         *("a lost host that is used again at once", "cluster/restart.py"),
         *("frozenset(result.hosts if result.kind == HOST_LOST else ())", "frozenset()"),
         f"{UNIT}/test_restart.py",
