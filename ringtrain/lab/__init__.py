@@ -1,4 +1,4 @@
-"""Measuring, comparing and forecasting training.
+"""Measuring, comparing and proving training.
 
 commands: the commands of the lab, from init to data
 options:  options of a command as a frozen dataclass
@@ -16,7 +16,6 @@ tune:     ringtrain tune
 prove:    ringtrain prove
 sweep:    ringtrain sweep
 compare:  ringtrain compare
-forecast: ringtrain forecast
 files:    ringtrain data
 report:   ringtrain report, ringtrain runs
 """

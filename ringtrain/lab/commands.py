@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import re
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from ringtrain.cluster.launch_options import (
     add_options,
 )
 from ringtrain.errors import LaunchError
-from ringtrain.options import Command, Given, Parser, add, options_of, read, title_of, words_of
+from ringtrain.options import Command, Given, Parser, add, options_of, read, words_of
 
 HOSTS = ("hostfile", "hosts", "include", "exclude")
 NOT_MEASURED = (
@@ -205,37 +203,6 @@ DATA = Command(
 )
 
 
-def add_forecast(parser: Parser) -> None:
-    """Adds the options of forecast, in their groups."""
-    for group in module_of("forecast.cli").GROUPS:
-        add(parser.add_argument_group(title_of(group)), options_of(group).values())
-
-
-def forecast(given: Given) -> int:
-    """Runs forecast."""
-    return module_of("forecast.cli").main(given)
-
-
-def predict(given: Given) -> int:
-    """Runs forecast by its old name."""
-    print("ringtrain: predict is called forecast now: ringtrain forecast takes the same options", file=sys.stderr)
-    return forecast(given)
-
-
-FORECAST = Command(
-    "say how fast training would be on more ranks",
-    "Forecasts images/s at any number of ranks from one process' step and a network; or says what would reach an"
-    " efficiency; or how much memory a model needs.",
-    add_forecast,
-    forecast,
-    usage="ringtrain forecast [options] [-- python own.py, or for --memory options of ringtrain.train]",
-    takes_words=True,
-)
-
-
-PREDICT = dataclasses.replace(FORECAST, help="", run=predict, usage=FORECAST.usage.replace("forecast", "predict"))
-
-
 def benches() -> dict[str, Command]:
     """Kinds of `ringtrain bench`: the modules of ringtrain.lab.bench, from their first lines.
 
@@ -264,7 +231,5 @@ def commands() -> dict[str, Command]:
         "sweep": SWEEP.command("sweep"),
         "compare": COMPARE.command("compare"),
         "prove": PROVE.command("prove"),
-        "forecast": FORECAST,
         "data": DATA,
-        "predict": PREDICT,
     }

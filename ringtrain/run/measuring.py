@@ -7,13 +7,12 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from ringtrain import hvd
@@ -45,8 +44,6 @@ class Measure:
     block_s: float = 1.0
     seconds: float = 0.0
     """seconds for blocks, whatever their number; 0: `turns` blocks"""
-    profile: bool = False
-    """record when each gradient is ready as well"""
     input_only: bool = False
     """read the batches of the steps, and train nothing"""
 
@@ -63,8 +60,6 @@ class Measuring(keras.callbacks.Callback):
         self.block: list[float] = []
         self.block_steps = 0  # not known until the warm-up has ended
         self.rows_per_s: list[float] = []
-        self.ready_s: list[list[float]] = []
-        self.update_s: list[float] = []
         self.begin_s = self.before_s = self.end_s = 0.0
         self.calls = 0
 
@@ -85,14 +80,14 @@ class Measuring(keras.callbacks.Callback):
         self.begin_s = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        now_s, unix_s = time.perf_counter(), time.time()
+        now_s = time.perf_counter()
         seconds = now_s - (self.before_s or self.begin_s)
         self.before_s = now_s
         self.calls += 1
         num_steps = self.run.numbers.steps_per_epoch
         has_few = math.ceil(num_steps / self.model.steps_per_execution) < FEWEST_CALLS
         if has_few or (self.calls > 1 and batch + 1 < num_steps):
-            self._add(seconds, unix_s)
+            self._add(seconds)
 
     def on_train_end(self, logs: Any = None) -> None:
         if self.run.callbacks.stop.stopped_by in ("SIGINT", "SIGTERM", "SIGUSR1"):
@@ -106,15 +101,13 @@ class Measuring(keras.callbacks.Callback):
             )
         self._finish()
 
-    def _add(self, seconds: float, end_s: float) -> None:
+    def _add(self, seconds: float) -> None:
         """Adds a call of the step; ends the block, the measurement and the script if it was the last one."""
         self.block.append(seconds)
         if not self.block_steps:
             if len(self.block) >= WARM_STEPS:
                 self._end_warm_up()
             return
-        if self.measure.profile:
-            self._profile(end_s)
         if len(self.block) >= self.block_steps:
             self._end_block()
             is_over = len(self.rows_per_s) >= self.measure.turns
@@ -144,13 +137,6 @@ class Measuring(keras.callbacks.Callback):
         """Rows that a call trains on all ranks."""
         return self.run.numbers.samples_per_step * int(self.model.steps_per_execution)
 
-    def _profile(self, end_s: float) -> None:
-        """Adds the times from the start of a step to each gradient, and that of the update."""
-        input_s, computed_s, _ = hvd.step_timing.PLACE.moments()
-        ready, _ = hvd.step_timing.PLACE.each()
-        self.ready_s.append([max(0.0, at_s - input_s) for at_s in ready])
-        self.update_s.append(max(0.0, end_s - computed_s))
-
     def _finish(self) -> None:
         """Writes the results, and ends the script on all ranks."""
 
@@ -163,7 +149,7 @@ class Measuring(keras.callbacks.Callback):
     def _results(self) -> dict[str, Any]:
         run = self.run
         step_s = self._rows / statistics.median(self.rows_per_s)
-        results = {
+        return {
             "rows_per_s": self.rows_per_s,
             "step_s": step_s,
             "rows_per_step": self._rows,
@@ -173,34 +159,6 @@ class Measuring(keras.callbacks.Callback):
             "options": {name: str(value) for name, value in changed_options(run.config).items()},
             "parts": run.step_timer.own_times() if run.step_timer else {},
             "facts": facts_of(self.model, cores.num_threads(tf.config.threading.get_intra_op_parallelism_threads())),
-        }
-        if self.measure.profile:
-            results["profile"] = self._profile_of(step_s)
-        return results
-
-    def _profile_of(self, step_s: float) -> Mapping[str, Any]:
-        """Step for `ringtrain forecast`; see lab.forecast.profile.Profile."""
-        rows = np.array(self.ready_s)
-        if not rows.size or not (rows > 0).any():
-            raise ConfigError(
-                "ringtrain.fit: no gradient of a step was recorded: a profile needs updates by the model's optimizer"
-            )
-        median_s = np.median(rows, axis=0)
-        computed = rows.max(axis=1)
-        compute_s = float(np.mean(computed))
-        by_path = {variable.path: variable for variable in self.model.trainable_variables}
-        gradients = []
-        for path, ready_s in zip(hvd.step_timing.PLACE.gradients, median_s, strict=True):
-            shape = tuple(map(int, by_path[path].shape))
-            ready_s = min(float(ready_s), compute_s)
-            gradients.append({"bytes": 4 * math.prod(shape), "ready_s": ready_s, "name": path, "shape": shape})
-        return {
-            "name": self.run.config.model.name,
-            "batch_size": self._rows,
-            "compute_s": compute_s,
-            "gradients": gradients,
-            "update_s": max(0.0, step_s - compute_s),
-            "step_s": computed.tolist(),
         }
 
 

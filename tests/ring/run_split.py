@@ -26,7 +26,6 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 from ringtrain import hvd
 from ringtrain.config import DeviceConfig
 from ringtrain.hvd.model_parallel import stages
-from ringtrain.lab.forecast import memory
 from ringtrain.run import devices
 
 ROWS, PARTS = 48, 4
@@ -286,47 +285,6 @@ def planes(model: keras.Model, x: Any, y: Any) -> Any:
         return xplane_pb2.XSpace.FromString(file.read_bytes()).planes
 
 
-def most_allocated(model: keras.Model, x: Any, y: Any) -> int:
-    """The most bytes that TensorFlow has at a time in a step, of this model alone."""
-    found = []
-    for plane in planes(model, x, y):
-        names = plane.stat_metadata
-        for line, event in ((one, event) for one in plane.lines for event in one.events):
-            if plane.event_metadata[event.metadata_id].name == "MemoryAllocation":
-                values = {names[one.metadata_id].name: one.int64_value or one.uint64_value for one in event.stats}
-                begin = line.timestamp_ns * 1000 + event.offset_ps
-                found.append((begin, values["bytes_allocated"], values["allocation_bytes"]))
-    _, first, added = min(found)
-    variables = (*model.weights, *model.optimizer.variables)
-    return max(num for _, num, _ in found) - (first - added) + sum(memory.bytes_of(one.value) for one in variables)
-
-
-def memory_is_forecast() -> None:
-    random = np.random.default_rng(0)
-    x, y = random.normal(size=(128, 32, 32, 3)).astype("float32"), random.integers(0, 10, 128)
-    convolution = {"padding": "same", "activation": "relu"}
-    for ways in ({}, {"layers": 2}, {"columns": 2}):
-        keras.backend.clear_session(free_memory=True)
-        inputs = keras.Input((32, 32, 3))
-        tensor = layers.Conv2D(32, 3, **convolution)(layers.Conv2D(32, 3, **convolution)(inputs))
-        tensor = layers.MaxPooling2D()(layers.BatchNormalization()(tensor))
-        tensor = layers.Dense(256, activation="relu")(layers.Flatten()(layers.Conv2D(32, 3, **convolution)(tensor)))
-        model = keras.Model(inputs, layers.Dense(10)(tensor))
-        hvd.split(model, **ways)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam()), loss)
-        model.train_on_batch(x, y)
-        # The order of operations, and with it what is alive, differs from step to step, by up to 12 %.
-        measured, found = float(np.median([most_allocated(model, x, y) for _ in range(5)])), []
-        for rows in (128, 64):
-            batch = tf.TensorSpec([rows, 32, 32, 3]), tf.TensorSpec([rows], tf.int64)
-            graph = tf.function(lambda *data, one=model: one.train_step(data), autograph=False)
-            needs = [*memory.by_device("", model, graph.get_concrete_function(*batch).graph, "CPU:0")]
-            assert len(needs) == max([1, *ways.values()])
-            found.append(sum(need.peak for need in needs) / measured)
-        assert abs(found[0] - 1) < 0.2 < abs(found[1] - 1), (ways, measured, found)
-
-
 def busy(num_parts: int) -> dict[tuple[int, bool, int], tuple[float, float]]:
     """First begin and last end, in ms, of a step's matrix products, by stage, backward or not, and micro-batch."""
     wide = [layers.Dense(512, activation="relu", name=f"wide-{number}") for number in range(8)]
@@ -378,7 +336,6 @@ def bytes_are_counted() -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    "memory_is_forecast": memory_is_forecast,  # first: in a process without other models
     "branched": lambda: stages_have_the_bits_of_one(branched, lambda: keras.optimizers.Adam(0.01)),
     "columns": lambda: columns_have_the_weights_and_slots_of_the_whole(divided, 2, 3),
     "columns of words": lambda: columns_have_the_weights_and_slots_of_the_whole(rows_of_words, 2),

@@ -280,11 +280,6 @@ MUTANTS = (
         f"{UNIT}/test_config.py::test_derived_numbers",
     ),
     Mutant(
-        *("a forecast without the system's time per byte", "lab/forecast/network.py"),
-        *('"mpi": Transport(TCP, 0.71, 0.38', '"mpi": Transport(TCP, 0.0, 0.38'),
-        f"{UNIT}/test_forecast.py",
-    ),
-    Mutant(
         *("a lost host that is used again at once", "cluster/restart.py"),
         *("frozenset(result.hosts if result.kind == HOST_LOST else ())", "frozenset()"),
         f"{UNIT}/test_restart.py",

@@ -10,21 +10,17 @@ each of which trains a model of its own without communicating: blocks of steps o
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-
 from ringtrain import config_io
 from ringtrain.cluster.launch import find_hosts
 from ringtrain.config import Config
+from ringtrain.errors import LaunchError
 from ringtrain.lab import measured, plots, ranks, stats
-from ringtrain.lab.forecast import points
-from ringtrain.lab.forecast.profile import Gradient, Profile
 from ringtrain.lab.script import Script
 from ringtrain.lab.tables import Table
 from ringtrain.monitor.trace import PHASES
@@ -40,7 +36,6 @@ LINES = {"images_per_s_alone": ("as many processes alone", "--"), "images_per_s"
 PARTS = ("input", "compute", "callbacks", "wait")
 """of a script's step"""
 WARM_STEPS = 3  # of each block
-PROFILE_WARM_STEPS = 120  # after which TensorFlow has learned that a note of the time costs nothing, and is not put off
 
 
 @dataclass(frozen=True)
@@ -57,8 +52,6 @@ class Options:
     """write the results as JSON"""
     plot: Annotated[str, FILE] = ""
     """draw them as PNG"""
-    profile: Annotated[str, FILE] = ""
-    """for ringtrain forecast --profile FILE"""
 
 
 def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
@@ -66,9 +59,8 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     script = Script.of(start.train_args)
     if script is not None:
         return of_script(options, start, script)
-    numbers = points.parse_ranks(options.ranks) if options.ranks else [0]
+    numbers = parse_ranks(options.ranks) or [0]
     found = [call(on_ranks, options, start.train_args, number) for number in numbers]
-    profiles = [results.pop("profile") for results in found]
     for results in found:
         show(results)
     table = []
@@ -81,8 +73,6 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
             speeds = [row[name].text(form) for name, form in SPREADS.items()]
             rows.append([str(row["num_ranks"]), *speeds])
         Table(head, rows, "scaling").show()
-    if options.profile:
-        Path(options.profile).write_text(json.dumps(profiles[0]) + "\n", encoding="utf-8")
     if options.out:
         about = {"steps": options.steps, "turns": options.turns}
         stats.write(Path(options.out), "train", about, {**found[-1], "scaling": table})
@@ -91,10 +81,18 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     return 0
 
 
+def parse_ranks(text: str) -> list[int]:
+    """Numbers of ranks in a list such as 1,2,4."""
+    words = [word for word in text.split(",") if word]
+    if not all(word.isdigit() and int(word) > 0 for word in words):
+        raise LaunchError(f"got --ranks {text}, expected numbers above 0 such as 1,2,4")
+    return sorted({int(word) for word in words})
+
+
 def of_script(options: Options, start: ranks.Start, script: Script) -> int:
     """Measures a script on one rank and on more, prints and writes."""
     np = start.launch.np or sum(host.slots for host in find_hosts(start.launch)[0])
-    numbers = points.parse_ranks(options.ranks) if options.ranks else sorted({1, np})
+    numbers = parse_ranks(options.ranks) or sorted({1, np})
     common: dict[str, Any] = {"turns": options.turns, "steps": options.steps}
     speeds = []
     for number in numbers:
@@ -121,9 +119,6 @@ def of_script(options: Options, start: ranks.Start, script: Script) -> int:
         rows.append([*shown, f"{row['speed_up']:.2f}", *(f"{1e3 * seconds:.2f}" for seconds in times)])
     title = f"{script.name}: first fit of {speeds[0]['model']}, steps in the middle of epochs; parts are rank 0's"
     Table(head, rows, title).show()
-    if options.profile:
-        alone = measured.measure(start, script, num_ranks=1, profile=True, **common)
-        Path(options.profile).write_text(json.dumps(alone["profile"]) + "\n", encoding="utf-8")
     if options.out:
         stats.write(Path(options.out), "train", {**common, "command": [*script.command]}, {"scaling": table})
     if options.plot:
@@ -221,52 +216,7 @@ def measure(config: Config, num_steps: int, turns: int) -> dict[str, Any]:
         "step_s": stats.Spread.of(watch.steps),
         "parts_s": {part: stats.Spread.of(watch.parts[part]) for part in PHASES},
         "step_alone_s": stats.Spread.of(kinds["alone"][2].steps),
-        "profile": profile_of(config, alone, batches, num_steps, float(np.mean(kinds["alone"][2].steps))),
     }
-
-
-def profile_of(config: Config, model: keras.Model, batches: Any, num_steps: int, step_s: float) -> Profile:
-    """Profiles when each gradient is ready while all ranks compute without communication. A collective.
-
-    Args:
-        model: compiled, and not distributed.
-        step_s: mean time of a step of fit; what it takes besides the gradients is the update's.
-    """
-    import tensorflow as tf
-
-    from ringtrain import hvd
-
-    variables = model.trainable_variables
-
-    @tf.function
-    def step(x: Any, y: Any) -> Any:
-        with tf.control_dependencies([x, y]):
-            begin_s = tf.timestamp()
-        with tf.control_dependencies([begin_s]):
-            x = tf.identity(x)
-        with tf.GradientTape() as tape:
-            loss = model.compute_loss(x=x, y=y, y_pred=model(x, training=True))
-        gradients = tape.gradient(loss, [variable.value for variable in variables])
-        ready_s = [hvd.step_timing.clock_after(gradient) for gradient in gradients]
-        with tf.control_dependencies(ready_s):  # a lone thread might else come to them after the update
-            model.optimizer.apply([tf.identity(gradient) for gradient in gradients], variables)
-        return tf.stack([begin_s, *ready_s])
-
-    rows = []
-    hvd.allreduce([0.0], name="ringtrain_bench_profile")
-    for x, y in batches.take(PROFILE_WARM_STEPS + num_steps):
-        moments = step(x, y).numpy()
-        rows.append(moments[1:] - moments[0])
-    ready = np.median(np.array(rows[PROFILE_WARM_STEPS:]), axis=0)
-    computed = [float(row.max()) for row in rows[PROFILE_WARM_STEPS:]]
-    compute_s = float(np.mean(computed))
-    gradients = []
-    for variable, at in zip(variables, ready, strict=True):
-        num_bytes, ready_s = 4 * int(np.prod(variable.shape)), min(float(at), compute_s)
-        gradients.append(Gradient(num_bytes, ready_s, variable.path, tuple(variable.shape)))
-    name, batch_size = config.model.name, config.train.batch_size
-    update_s = max(0.0, step_s - compute_s)
-    return Profile(name, batch_size, compute_s, tuple(gradients), update_s, step_s=tuple(computed))
 
 
 class Stopwatch:
