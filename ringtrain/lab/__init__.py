@@ -1,4 +1,4 @@
-"""Measuring, comparing and proving training.
+"""Measuring and proving training.
 
 commands: the commands of the lab, from init to data
 options:  options of a command as a frozen dataclass
@@ -15,7 +15,6 @@ bench:    ringtrain bench
 tune:     ringtrain tune
 prove:    ringtrain prove
 sweep:    ringtrain sweep
-compare:  ringtrain compare
 files:    ringtrain data
 report:   ringtrain report, ringtrain runs
 """

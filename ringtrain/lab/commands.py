@@ -125,17 +125,6 @@ SWEEP = OnRanks(
     or_script=OR_SCRIPT,
     places_ranks=True,
 )
-COMPARE = OnRanks(
-    "compare.cli",
-    "train the same job under several strategies",
-    "Trains the same job under several strategies, in turns, with -np copies of the model under each; the same command"
-    " goes on after an interruption.",
-    usage="--strategies LIST --config FILE ",
-    left_out=("np", "ps"),
-    hidden=("workers", "output", "timeline"),
-    hidden_groups=(SparkOptions, KubernetesOptions),
-    places_ranks=True,
-)
 PROVE = OnRanks(
     "prove.cli",
     "put a job to the test: equal to one process, to itself, and through kills",
@@ -229,7 +218,6 @@ def commands() -> dict[str, Command]:
         "bench": Command("measure training and what it is made of", kinds=benches),
         "tune": TUNE.command("tune"),
         "sweep": SWEEP.command("sweep"),
-        "compare": COMPARE.command("compare"),
         "prove": PROVE.command("prove"),
         "data": DATA,
     }

@@ -110,7 +110,7 @@ def test_train_shows_the_trainers_options_before_those_of_launch(capsys: pytest.
     assert flags(capsys.readouterr().out)[0] == "--schedule.name"
 
 
-OWN = {"tune": "budget", "sweep": "space", "compare": "strategies", "bench train": "profile", "bench allreduce": "out"}
+OWN = {"tune": "budget", "sweep": "space", "bench train": "turns", "bench allreduce": "out"}
 
 
 @pytest.mark.parametrize("command", OWN)
