@@ -24,12 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain import config_io, data, strategies
-from ringtrain.config import Config
+from ringtrain.config import Config, option_types, with_values
 from ringtrain.errors import CheckpointError, ConfigError, RingtrainError
 from ringtrain.models import lazy_keras
 from ringtrain.monitor import journal, stragglers, trackers
 from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
+from ringtrain.protocol.env import FOR_SCRIPT
+from ringtrain.protocol.for_script import RUN, ForScript
 from ringtrain.protocol.launchers import launched_rank
 from ringtrain.run import consistency, console, devices, from_checkpoint, log_capture, memory_copies, step_monitor
 from ringtrain.run.context import Job, Opening, Process, RunContext, Source, alone
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     stages = journal.Stages()
     try:
-        return _walk(config_io.read(sys.argv[1:] if argv is None else argv), stages)[1]
+        return _walk(_of_command(config_io.read(sys.argv[1:] if argv is None else argv)), stages)[1]
     except RingtrainError as error:
         # An error on one rank is raised on every rank (hvd.run_together). Rank 0 prints it, and launchers end the job
         # when the first rank exits. A rank that still runs after this pause has an error of its own.
@@ -62,6 +64,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         failures.report_failure(error, rank, exit_code=2, with_traceback=False)
         print(f"ringtrain: {error}", file=sys.stderr)
         return 2
+
+
+def _of_command(config: Config) -> Config:
+    """Configuration with the options and the folder that a command such as `ringtrain sweep` has chosen."""
+    from_command = ForScript.from_environment()
+    values = {}
+    for name, value in from_command.options.items():
+        values[name] = config_io.checked(FOR_SCRIPT, name, value, option_types()[name])
+    if from_command.folder:
+        values |= {"run.directory": from_command.folder, "run.name": RUN, "run.resume": "auto"}
+        values |= {"run.mirror": "", "checkpoint.memory_every_steps": 0}
+    return with_values(config, values)
 
 
 def train(config: Config) -> dict[str, Any]:

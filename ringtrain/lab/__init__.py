@@ -12,7 +12,6 @@ plots:    an empty figure, and writing it as PNG
 peer_start: one start of a peer of bench peers, on its ranks
 init:     ringtrain init
 bench:    ringtrain bench
-tune:     ringtrain tune
 prove:    ringtrain prove
 sweep:    ringtrain sweep
 files:    ringtrain data

@@ -36,7 +36,7 @@ NOT_MEASURED = (
 """options of launch that a command which starts ranks itself refuses, or does not use"""
 
 
-OR_SCRIPT = ", or python own.py"
+TRAINER = "options of ringtrain.train"
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class OnRanks:
     hidden: Collection[str] = ()
     """options of launch that it refuses, besides NOT_MEASURED"""
     hidden_groups: Collection[type] = (KubernetesOptions,)
-    or_script: str = ""
-    """that it takes a program with ringtrain.fit as well, for its usage"""
+    takes: str = "COMMAND"
+    """what it takes after --, for its usage"""
     places_ranks: bool = False
     """itself, on the hosts of the command line"""
 
@@ -66,7 +66,7 @@ class OnRanks:
             self.description,
             self.add,
             self.run,
-            usage=f"ringtrain {name} {self.usage}[options] [-- options of ringtrain.train{self.or_script}]",
+            usage=f"ringtrain {name} {self.usage}[options] [-- {self.takes}]",
             has_help=False,
             takes_words=True,
         )
@@ -106,13 +106,6 @@ def module_of(name: str) -> Any:
     return importlib.import_module(f"ringtrain.lab.{name}")
 
 
-TUNE = OnRanks(
-    "tune.cli",
-    "find the settings with which training is fastest here",
-    "Tries settings of a training in short runs, measured in turns, and writes a TOML with those that made it faster."
-    " Starts ranks as ringtrain launch does.",
-    or_script=OR_SCRIPT,
-)
 SWEEP = OnRanks(
     "sweep.cli",
     "try many values of some options, side by side",
@@ -122,15 +115,14 @@ SWEEP = OnRanks(
     left_out=HOSTS,
     hidden=("np", "ps", "workers", "bind", "oversubscribe", "output", "timeline"),
     hidden_groups=(SparkOptions, KubernetesOptions),
-    or_script=OR_SCRIPT,
     places_ranks=True,
 )
 PROVE = OnRanks(
     "prove.cli",
     "put a job to the test: equal to one process, to itself, and through kills",
     "Trains a few steps of a job on one process and on -np ranks, stops, kills and resumes it, and says which promises"
-    " hold for it, and likely reasons where they do not. A script with ringtrain.fit is started as it is: -- python"
-    " own.py.",
+    " hold for it. The command is a script with ringtrain.fit, or python -m ringtrain.train with options; it is started"
+    " as it is.",
     usage="-np N ",
     left_out=("np",),
     hidden=("ps", "workers", "output", "timeline"),
@@ -203,8 +195,8 @@ def benches() -> dict[str, Command]:
         if match:
             kind, text = match.groups()
             description = f"Measures, in turns: {text}. Starts ranks as ringtrain launch does."
-            or_script = OR_SCRIPT if kind == "train" else ""
-            bench = OnRanks(f"bench.{kind}", text, description, or_script=or_script)
+            takes = f"{TRAINER}, or python own.py" if kind in ("train", "input") else TRAINER
+            bench = OnRanks(f"bench.{kind}", text, description, takes=takes)
             found[kind] = bench.command(f"bench {kind}")
     return found
 
@@ -216,7 +208,6 @@ def commands() -> dict[str, Command]:
         "runs": RUNS,
         "report": REPORT,
         "bench": Command("measure training and what it is made of", kinds=benches),
-        "tune": TUNE.command("tune"),
         "sweep": SWEEP.command("sweep"),
         "prove": PROVE.command("prove"),
         "data": DATA,

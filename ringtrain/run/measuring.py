@@ -1,10 +1,9 @@
-"""Measures the steps of a script's first `fit` for a command such as `ringtrain tune`, and then ends the script."""
+"""Measures the steps of a script's first `fit` for `ringtrain bench train`, and then ends the script."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -13,13 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
-import tensorflow as tf
 
 from ringtrain import hvd
-from ringtrain.config import changed_options
 from ringtrain.errors import ConfigError
-from ringtrain.protocol import cores
-from ringtrain.protocol.env import YIELDING
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
@@ -155,28 +150,5 @@ class Measuring(keras.callbacks.Callback):
             "rows_per_step": self._rows,
             "num_ranks": run.size,
             "model": run.config.model.name,
-            "optimizer": run.config.optimizer.name,
-            "options": {name: str(value) for name, value in changed_options(run.config).items()},
             "parts": run.step_timer.own_times() if run.step_timer else {},
-            "facts": facts_of(self.model, cores.num_threads(tf.config.threading.get_intra_op_parallelism_threads())),
         }
-
-
-def facts_of(model: keras.Model, num_threads: int) -> dict[str, Any]:
-    """Facts that decide which settings are worth trying; see lab.tune.candidates.Facts.
-
-    num_threads: Of this rank.
-    """
-    yields = None
-    if hvd.mpi_enabled() and "OMPI_COMM_WORLD_SIZE" in os.environ:
-        yields = os.environ.get(YIELDING) == "1"
-    if keras.distribution.list_devices("gpu"):
-        num_threads = 0
-    return {
-        "num_ranks": hvd.size(),
-        "ranks_per_host": hvd.local_size(),
-        "num_gradients": len(model.trainable_variables),
-        "threads": num_threads,
-        "nccl": bool(hvd.nccl_built()) and hvd.mpi_enabled(),
-        "yields": yields,
-    }

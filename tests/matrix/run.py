@@ -184,10 +184,9 @@ COLUMNS: dict[str, Callable[[Runs, str], str]] = {
     "elastic": elastic,
     "bits on 1, 2, 3": same_bits,
     "prove": command("prove", "-np", "2", "--steps", "4"),
-    "tune": command("tune", "-np", "2", "--only", "update", "--budget", "5m"),
     "sweep": command(
         *("sweep", "-H", "localhost:2", "--space", "{space}", "--sampler", "grid"),
-        *("--monitor", "{monitor}", "--folder", "{folder}/trials"),
+        *("--objective", "{monitor}", "--folder", "{folder}/trials"),
     ),
 }
 

@@ -88,7 +88,7 @@ LAUNCHES = {
 HOSTFILES = ("cluster", "deepspeed", "hydra", "ipv6")
 
 COMMANDS = (
-    *("train", "launch", "init", "runs", "report", "bench", "tune", "sweep", "hosts", "doctor"),
+    *("train", "launch", "init", "runs", "report", "bench", "sweep", "hosts", "doctor"),
     "schema",
 )
 BENCHES = ("train", "peers", "allreduce", "startup", "checkpoint", "input")

@@ -110,7 +110,7 @@ def test_train_shows_the_trainers_options_before_those_of_launch(capsys: pytest.
     assert flags(capsys.readouterr().out)[0] == "--schedule.name"
 
 
-OWN = {"tune": "budget", "sweep": "space", "bench train": "turns", "bench allreduce": "out"}
+OWN = {"sweep": "space", "bench train": "turns", "bench allreduce": "out"}
 
 
 @pytest.mark.parametrize("command", OWN)
@@ -132,7 +132,7 @@ COMPLETED = {
     "train --help da": ["data "],
     "train --schedule.plateau-": ["--schedule.plateau-patience", "--schedule.plateau-factor"],
     "launch --launcher mp": ["mpirun", "mpijob"],
-    "tune --bu": ["--budget "],
+    "sweep --ob": ["--objective "],
     "bench ch": ["checkpoint "],
     "report --po": ["--post-mortem "],
     "nonsense --x": [],

@@ -15,7 +15,7 @@ LAUNCHING = [
     *(f"lab.{name}" for name in ("commands", "options", "jobs", "ranks", "stats", "tables", "plots")),
     # MPI crashes at its end where TensorFlow has been loaded after it: bench allreduce.
     *(f"lab.bench.{name}" for name in ("train", "allreduce", "peers", "startup", "checkpoint", "input")),
-    *(f"lab.{name}.cli" for name in ("tune", "sweep", "report")),
+    *(f"lab.{name}.cli" for name in ("sweep", "report")),
 ]
 """modules of processes that start ranks or show results"""
 BEFORE_THE_CONFIGURATION = [

@@ -58,7 +58,8 @@ class Options:
 
 def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     """Measures, prints and writes."""
-    script = Script.of(start.train_args)
+    is_script = bool(start.train_args) and not start.train_args[0].startswith("-")
+    script = Script.of(start.train_args) if is_script else None
     if script is not None:
         return of_script(options, start, script)
     title, results = call(on_ranks, options, start.train_args)

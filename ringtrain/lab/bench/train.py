@@ -56,9 +56,8 @@ class Options:
 
 def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     """Measures, prints and writes."""
-    script = Script.of(start.train_args)
-    if script is not None:
-        return of_script(options, start, script)
+    if start.train_args and not start.train_args[0].startswith("-"):
+        return of_script(options, start, Script.of(start.train_args))
     numbers = parse_ranks(options.ranks) or [0]
     found = [call(on_ranks, options, start.train_args, number) for number in numbers]
     for results in found:
