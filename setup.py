@@ -62,7 +62,7 @@ setup(
         "spark": ["pyspark>=4,<5"],  # and Java 17; 490 MB
         "mlflow": ["mlflow-skinny>=3"],  # --tracking.mlflow
         "wandb": ["wandb>=0.31"],  # --tracking.wandb
-        "torch": ["torch>=2.6"],  # a row of ringtrain bench peers
+        "torch": ["torch>=2.6"],  # a row of benchmarks/measure_peers.py
         "docs": ["mkdocs>=1.6", "mkdocs-material>=9.7"],  # make docs
         "dev": [
             "hypothesis>=6.100",

@@ -61,7 +61,7 @@ section 'Training, update compiled by XLA' "${measure[@]}" -- "${job[@]}" --opti
 section 'Training, gradients compiled by XLA' "${measure[@]}" -- "${job[@]}" --train.jit
 section 'Training, 16 bits' "${measure[@]}" -- "${job[@]}" --train.precision mixed_float16
 peers=ringtrain,by-hand,towers-by-hand,ringtrain-alone,fit-alone
-section 'Other trainers' ringtrain bench peers -H "$hosts" --peers "$peers" --turns "$turns" --steps "$steps" --limit 600 -- "${job[@]}"
+section 'Other trainers' python benchmarks/measure_peers.py --workers "$ranks" --peers "$peers" --turns "$turns" --steps "$steps" --limit 600 -- "${job[@]}"
 
 echo "gpu.sh: $page"
 exit "$failed"

@@ -195,7 +195,7 @@ def benches() -> dict[str, Command]:
         if match:
             kind, text = match.groups()
             description = f"Measures, in turns: {text}. Starts ranks as ringtrain launch does."
-            takes = f"{TRAINER}, or python own.py" if kind in ("train", "input") else TRAINER
+            takes = f"{TRAINER}, or python own.py" if kind == "train" else TRAINER
             bench = OnRanks(f"bench.{kind}", text, description, takes=takes)
             found[kind] = bench.command(f"bench {kind}")
     return found

@@ -31,8 +31,6 @@ class ForScript:
     folder: str = ""
     """directory of the script's runs, which are fit-1, fit-2, ... if they have no name, and of the files that Keras'
     callbacks write; "": those of the script"""
-    measure: Mapping[str, Any] = field(default_factory=dict)
-    """settings of `run.measuring`, which measures the first `fit` and ends the script; empty: no measurement"""
     epochs: int = 0
     """largest number of epochs of each `fit`; 0: as the script has it"""
     steps: int = 0

@@ -10,8 +10,7 @@ import keras
 from ringtrain import hvd
 from ringtrain.config import Config
 from ringtrain.monitor import fault_injection, trackers
-from ringtrain.protocol.for_script import ForScript
-from ringtrain.run import evaluation, measuring, saver, stopping, tracking
+from ringtrain.run import evaluation, saver, stopping, tracking
 from ringtrain.run.console import Progress
 
 if TYPE_CHECKING:
@@ -61,6 +60,3 @@ class Callbacks:
             *last,  # an elastic commit interrupts training: nothing may follow it
         ]
         self.ordered = [callback for callback in ordered if callback is not None]
-        measure = ForScript.from_environment().measure
-        if measure:  # with the time that all others take
-            self.ordered.append(measuring.Measuring(run, measuring.Measure(**measure)))

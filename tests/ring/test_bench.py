@@ -42,7 +42,7 @@ def test_train_measures_two_ways_in_turns(tmp_path):
 
 def test_train_measures_a_script_on_one_rank_and_on_more(tmp_path):
     out = tmp_path / "train.json"
-    script = ["python", ROOT / "tests" / "ring" / "own_trial.py", "--epochs", 1]
+    script = ["python", ROOT / "tests" / "ring" / "own_trial.py", "--epochs", 3]
     files = ["--out", out, "--plot", tmp_path / "scaling.png"]
     ended = bench("train", *LAUNCH, "--steps", 5, *files, "--", *script)
     assert "own_trial.py: first fit of Sequential" in ended.stdout and "speed-up" in ended.stdout

@@ -284,11 +284,6 @@ MUTANTS = (
         *("frozenset(result.hosts if result.kind == HOST_LOST else ())", "frozenset()"),
         f"{UNIT}/test_restart.py",
     ),
-    Mutant(
-        *("building the model counted as reading data", "train.py"),
-        *('    stages.done("data")\n', '    add_model(process, job, config)\n    stages.done("data")\n'),
-        "tests/ring/test_benches.py::test_startup_has_the_times_that_the_job_has_noted_by_itself",
-    ),
 )
 
 

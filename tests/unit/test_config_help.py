@@ -133,7 +133,7 @@ COMPLETED = {
     "train --schedule.plateau-": ["--schedule.plateau-patience", "--schedule.plateau-factor"],
     "launch --launcher mp": ["mpirun", "mpijob"],
     "sweep --ob": ["--objective "],
-    "bench ch": ["checkpoint "],
+    "bench al": ["allreduce "],
     "report --po": ["--post-mortem "],
     "nonsense --x": [],
 }
