@@ -34,7 +34,7 @@ from ringtrain.cluster.plans import mpirun
 from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import CheckpointError, ConfigError, HostsError, LaunchError, RunDirectoryError
 from ringtrain.lab import jobs
-from ringtrain.lab.report import benches, postmortem, run_folder
+from ringtrain.lab.report import postmortem, run_folder
 from ringtrain.monitor import journal, trace
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT, MARK, PLAN
@@ -175,13 +175,6 @@ EVENTS: list[dict[str, Any]] = [
 ]
 STEPS = {"rank": 0, "offset_s": 0.0, "error_s": 0.1, "host": "a", "gradients": ["g"]}
 TIMELINE = [STEPS, [1, [1.0, 1.1, 1.2, 1.3, 1.4], [1.1], [1.2]]]
-SPREAD = {"median": 2.0, "p10": 1.0, "p90": 3.0}
-BENCH = {
-    "bench": "train",
-    "time_s": 1.0,
-    "machine": {"host": "a", "versions": {"k": "3"}},
-    "results": [{"x_s": SPREAD}],
-}
 MANIFEST = {"format": 1, "files": {"missing": {"bytes": 1, "sha256": "x"}}, "metrics": {"accuracy": 0.5}}
 JSON: dict[str, tuple[Callable[[str, Path], Any], list[Any], tuple[type[Exception], ...]]] = {
     "plan": (read_plan, [{"size": 2, "hosts": [["a", 1], ["b", 1]], "source": "x"}], (ValueError,)),
@@ -198,7 +191,6 @@ JSON: dict[str, tuple[Callable[[str, Path], Any], list[Any], tuple[type[Exceptio
         (),
     ),
     "records": (read_records, [{"global_step": 1, "loss": 0.5}], ()),
-    "bench": (lambda text, folder: benches.read(written(folder, "b.json", text)), [BENCH], (LaunchError,)),
     "ring": (read_ring, [[["a", 1.0, 2.0], [3.0, 4.0]]], INVALID),
 }
 
