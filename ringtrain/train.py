@@ -27,7 +27,7 @@ from ringtrain import config_io, data, strategies
 from ringtrain.config import Config, option_types, with_values
 from ringtrain.errors import CheckpointError, ConfigError, RingtrainError
 from ringtrain.models import lazy_keras
-from ringtrain.monitor import journal, stragglers, trackers
+from ringtrain.monitor import journal, stragglers
 from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import FOR_SCRIPT
@@ -191,7 +191,6 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
     config = together(lambda: resume.started_again(config, attempt))
     # The code as loaded, as the files may change during the run. Its records: a missing package is reported now.
     code = together(lambda: {**consistency.of_code(config, tracking.versions()), **source.code()})
-    together(lambda: trackers.check(config) if hvd.rank() == 0 else None)
     return Process(
         config=config,
         source=source,
@@ -336,7 +335,6 @@ def training(run: RunContext) -> Iterator[None]:
         if run.monitor:
             stack.enter_context(step_monitor.monitored(run, run.monitor))
         run.callbacks = Callbacks(run, progress)
-        stack.enter_context(run.callbacks.trackers)
         # Also after a failure: before this process or another rank saves the same step.
         stack.callback(run.callbacks.saver.wait)
         yield
@@ -353,10 +351,9 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     if run.rank == 0 and not stop.exit_code:
         run.signals.note = f"ringtrain: {run.folder}: training is over: results and mirror are completed first"
     # Results: the ranks are compared a last time, and rank 0 exports the model.
-    with run.callbacks.trackers:
-        mirrored = {"mirror": run.lock.mirror.summary()} if run.lock.mirror else {}
-        copies = {"memory_copies": run.memory.facts} if run.memory else {}
-        summary = tracking.write_results(run, {**strategy.summary(run), **run.facts, **mirrored, **copies})
+    mirrored = {"mirror": run.lock.mirror.summary()} if run.lock.mirror else {}
+    copies = {"memory_copies": run.memory.facts} if run.memory else {}
+    summary = tracking.write_results(run, {**strategy.summary(run), **run.facts, **mirrored, **copies})
     # A person sees slow ranks, then the metrics, and last what was verified.
     ranks = summary.get("ranks", ())
     slow = stragglers.slow_ranks(ranks, run.config.health)
@@ -371,23 +368,11 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     )
     # After a signal all ranks wait for rank 0: mpirun kills the others soon after one has exited.
     if stop.exit_code:
-        run.together(lambda: _publish(run, summary))
-    else:
-        _publish(run, summary)
+        run.together(lambda: None)
     if run.timeline:
         run.timeline.close()  # last: with many ranks and steps it takes a while
     _end(run, run.folder, stop.exit_code, keeps_copies=stop.is_resumable)
     return summary, stop.exit_code
-
-
-def _publish(run: RunContext, summary: Mapping[str, Any]) -> None:
-    """Sends the run to its trackers, which get all of its files."""
-    if run.callbacks.trackers.links:
-        from ringtrain.lab.report import cli as report
-
-        with contextlib.suppress(Exception):  # the run is complete without its page
-            report.write_page(run.folder)
-        run.callbacks.trackers.end(run.callbacks.stop.exit_code, summary)
 
 
 def _end(process: Process, folder: Path, exit_code: int = 0, keeps_copies: bool = False) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import keras
 
 from ringtrain import hvd
-from ringtrain.config import Config
-from ringtrain.monitor import fault_injection, trackers
+from ringtrain.monitor import fault_injection
 from ringtrain.run import evaluation, saver, stopping, tracking
 from ringtrain.run.console import Progress
 
@@ -38,8 +36,6 @@ class Callbacks:
             is_ended=lambda: self.stop.is_ended,
             grace_ends_s=lambda: self.stop.grace_ends_s,
         )
-        wanted = run.config if run.rank == 0 else Config()
-        self.trackers = hvd.run_together(lambda: trackers.Trackers(wanted, dataclasses.asdict(run.numbers), run.folder))
         self.recorder = note_rate = None
         if run.rank == 0:
             self.recorder = recorder = tracking.Recorder(run, progress)

@@ -42,7 +42,7 @@ LINES = {"images_per_s_alone": ("as many processes alone", "--"), "images_per_s"
 """of the plot: label and style by column"""
 PARTS = ("input", "compute", "callbacks", "wait")
 """of a script's step"""
-QUIET = {"checkpoint.every_epochs": 0, "checkpoint.every_steps": 0, "tracking.mlflow": "", "tracking.wandb": "off"}
+QUIET = {"checkpoint.every_epochs": 0, "checkpoint.every_steps": 0}
 """options of a script's run, which is thrown away"""
 WARM_STEPS = 3  # of each block
 

@@ -26,14 +26,12 @@ NOT_TOLD = {
     "train.patience": 0,
     "train.target_accuracy": 0,
     "train.max_time_s": 0,
-    "tracking.mlflow": "",
-    "tracking.wandb": "off",
     "tracking.timeline_steps": 0,
     "hvd.groups": 0,
     "hvd.fusion_mb": -1,
     "chaos": "",
 }
-"""options of all runs: none ends early or is told to a tracker, and the order of additions is fixed"""
+"""options of all runs: none ends early, and the order of additions is fixed"""
 PLAIN = {
     "train.precision": "float32",
     "train.virtual_ranks": 0,
