@@ -6,7 +6,6 @@ script:   a script with `ringtrain.fit` as the job of a command
 jobs:     folders of jobs that run side by side, and the slots that they share
 stats:    medians, spreads and the machine they are from, as JSON
 tables:   a table for terminal and Markdown; report/ has it as HTML
-plots:    an empty figure, and writing it as PNG
 init:     ringtrain init
 bench:    ringtrain bench
 prove:    ringtrain prove

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ringtrain.cluster.launch_options import (
@@ -185,20 +183,22 @@ DATA = Command(
 
 
 def benches() -> dict[str, Command]:
-    """Kinds of `ringtrain bench`: the modules of ringtrain.lab.bench, from their first lines.
-
-    They are not imported for it: some load TensorFlow.
-    """
-    found: dict[str, Command] = {}
-    for path in sorted(Path(__file__).parent.glob("bench/*.py")):
-        match = re.match(r'"""bench (\w+): (.*)\.\n', path.read_text(encoding="utf-8"))
-        if match:
-            kind, text = match.groups()
-            description = f"Measures, in turns: {text}. Starts ranks as ringtrain launch does."
-            takes = f"{TRAINER}, or python own.py" if kind == "train" else TRAINER
-            bench = OnRanks(f"bench.{kind}", text, description, takes=takes)
-            found[kind] = bench.command(f"bench {kind}")
-    return found
+    """Kinds of `ringtrain bench`."""
+    train = OnRanks(
+        "bench.train",
+        "images/s, what a step's time goes into, ring efficiency",
+        "Measures images/s of ranks, what a step's time goes into, and ring efficiency, in turns; of a script rows/s."
+        " Starts ranks as ringtrain launch does.",
+        takes=f"{TRAINER}, or python own.py",
+    )
+    allreduce = OnRanks(
+        "bench.allreduce",
+        "allreduces by MPI, Horovod, NCCL and a ring in NumPy",
+        "Measures allreduces by each library, in turns, beside a memory copy and the link. Starts ranks as ringtrain"
+        " launch does.",
+        takes="nothing",
+    )
+    return {"allreduce": allreduce.command("bench allreduce"), "train": train.command("bench train")}
 
 
 def commands() -> dict[str, Command]:

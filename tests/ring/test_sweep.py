@@ -19,7 +19,6 @@ from ringtrain.monitor import journal
 pytestmark = pytest.mark.launch
 
 EPOCHS = 40
-PNG = b"\x89PNG"
 TIMEOUT_S = 600  # far above what anything here takes
 
 
@@ -100,8 +99,6 @@ def test_two_at_once_killed_and_gone_on_with_none_is_lost_and_none_done_twice(tm
     assert f"ringtrain report {folder / best / 'fit-1'} " in ended.stdout
     tuned = json.loads((folder / "best.json").read_text())
     assert tuned["options"] == {"train.batch_size": summaries[best]["config"]["train"]["batch_size"]}
-    for picture in ("objective.png", "train.batch_size.png"):
-        assert (folder / picture).read_bytes().startswith(PNG)
 
     singles, averaged = record["ensemble"]["models"], record["ensemble"]["averaged"]
     assert [Path(one["run"]).parent.name for one in singles] == sorted(losses, key=lambda name: losses[name])[:2]

@@ -14,7 +14,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +23,7 @@ from ringtrain import config_io
 from ringtrain.cluster.launch import find_hosts
 from ringtrain.config import Config
 from ringtrain.errors import LaunchError
-from ringtrain.lab import jobs, plots, ranks, stats
+from ringtrain.lab import jobs, ranks, stats
 from ringtrain.lab.report import run_folder
 from ringtrain.lab.report.run_folder import Run
 from ringtrain.lab.script import TRAINER, Script, runs_in, variables
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 SPREADS = {"images_per_s": ",.0f", "images_per_s_alone": ",.0f", "ring_efficiency": ".3f"}
 """columns of the scaling table and their formats"""
-LINES = {"images_per_s_alone": ("as many processes alone", "--"), "images_per_s": ("ring", "-")}
-"""of the plot: label and style by column"""
 PARTS = ("input", "compute", "callbacks", "wait")
 """of a script's step"""
 QUIET = {"checkpoint.every_epochs": 0, "checkpoint.every_steps": 0}
@@ -59,8 +57,6 @@ class Options:
     """numbers of ranks to compare: 1,2,4 (-np alone; of a script 1 and -np)"""
     out: Annotated[str, FILE] = ""
     """write the results as JSON"""
-    plot: Annotated[str, FILE] = ""
-    """draw them as PNG"""
 
 
 def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
@@ -86,8 +82,6 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     if options.out:
         about = {"steps": options.steps, "turns": options.turns}
         stats.write(Path(options.out), "train", about, {**found[-1], "scaling": table})
-    if options.plot:
-        draw(table, f"{found[0]['model']}, batch {found[0]['batch_size']} on each rank", Path(options.plot))
     return 0
 
 
@@ -125,8 +119,6 @@ def of_script(options: Options, start: ranks.Start, script: Script) -> int:
     if options.out:
         about = {"steps": options.steps, "turns": options.turns, "command": [*script.command]}
         stats.write(Path(options.out), "train", about, {"scaling": table})
-    if options.plot:
-        draw(table, title, Path(options.plot), {"rows_per_s": ("rows/s", "-")})
     return 0
 
 
@@ -166,23 +158,6 @@ def speeds_of(run: Run) -> list[float]:
     if not speeds:
         raise LaunchError(f"bench train: {run.name}: no epoch has enough steps to be measured: expected 2 or more")
     return speeds[1:] or speeds
-
-
-def draw(
-    table: Sequence[Mapping[str, Any]], title: str, path: Path, lines: Mapping[str, tuple[str, str]] = LINES
-) -> None:
-    """Draws speeds over ranks, from one row per number of ranks; lines: label and style by column."""
-    axes, write_png = plots.canvas(title, "ranks", "images/s", log=False)
-    num_ranks = [one["num_ranks"] for one in table]
-    for name, (label, line) in lines.items():
-        spreads = [one[name] for one in table]
-        middle = [one.median for one in spreads]
-        below = [one.median - one.p10 for one in spreads]
-        above = [one.p90 - one.median for one in spreads]
-        axes.errorbar(num_ranks, middle, yerr=[below, above], fmt=f"o{line}", capsize=3, label=label)
-    axes.set_xticks(num_ranks)
-    axes.set_ylim(bottom=0)
-    write_png(path)
 
 
 def show(found: dict[str, Any]) -> None:

@@ -106,15 +106,15 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
         claim(folder, options, job, found)
         study = Study(folder, found, options.sampler, options.prune, minimize, points)
         before = {one.number for one in study.trials() if one.state != "running"}
-        with progress.Shown(study, most, objective) as shown:
-            aim = "lowest" if minimize else "highest"
-            shown.say(f"{most} trials in {folder}, for the {aim} {objective} of the last epoch")
-            sweep = runner.Sweep(folder, study, job, most, num_ranks, hosts, start.launch_words, shown)
-            sweep.go()
-            if sweep.stopped_by:
-                name = signal.Signals(sweep.stopped_by).name
-                shown.say(f"stopped by {name}; the same command goes on")
-                return 128 + sweep.stopped_by
+        shown = progress.Shown(objective)
+        aim = "lowest" if minimize else "highest"
+        shown.say(f"{most} trials in {folder}, for the {aim} {objective} of the last epoch")
+        sweep = runner.Sweep(folder, study, job, most, num_ranks, hosts, start.launch_words, shown)
+        sweep.go()
+        if sweep.stopped_by:
+            name = signal.Signals(sweep.stopped_by).name
+            shown.say(f"stopped by {name}; the same command goes on")
+            return 128 + sweep.stopped_by
         wall_s, new = time.monotonic() - began_s, [one for one in study.trials() if one.number not in before]
         return conclude(folder, study, job, options, found, speed_of(new, wall_s, num_slots // num_ranks), call)
 
@@ -165,7 +165,7 @@ def conclude(
     speed: Mapping[str, Any],
     call: ranks.Call,
 ) -> int:
-    """Writes results, the best configuration and plots, and prints their paths."""
+    """Writes the results and the best values, and prints them."""
     trials, best, objective = study.trials(), study.best(), job.objective
     progress.show(trials, best, objective, list(found))
     results = {
@@ -182,7 +182,6 @@ def conclude(
         reason = reasons[0] if reasons else "all pruned"
         raise LaunchError(f"none of {len(trials)} trials completed; e.g.: {reason}")
     launch = job.write_best(folder, best[0], options.ranks_per_trial)
-    pictures = progress.draw(folder, trials, objective, study.minimize, found)
     runs = []
     for one in best:
         runs += [str(run) for run in runs_in(folder / f"trial-{one.number:04d}")[-1:]]
@@ -194,7 +193,6 @@ def conclude(
     value = progress.number(best[0].value)
     print(f"best: trial {best[0].number}, {objective} {value}: {progress.in_words(best[0].values)}")
     print(f"  {launch}")
-    print(f"pictures: {' '.join(map(str, pictures))}")
     print(f"compare: ringtrain report {' '.join(runs[:REPORTED])}")
     if options.ensemble:
         if options.ensemble > len(best):

@@ -96,7 +96,6 @@ class Sweep:
                     self._follow(one)
                     if code is not None:
                         self._end(one, code)
-                self.shown.update(self.running)
         finally:
             self._stop()
             for one in self.running:
