@@ -60,15 +60,15 @@ def draw(chart: Chart | Bars) -> str:
     from matplotlib.figure import Figure
 
     with rc_context(STYLE):
-        height = HEIGHT if isinstance(chart, Chart) else 0.6 + BAR * len(chart.rows)
+        height = HEIGHT if isinstance(chart, Chart) else 0.8 + BAR * len(chart.rows)
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.add_subplot()
         title = _lines(chart, axes) if isinstance(chart, Chart) else _bars(chart, axes)
         if not title:
             return ""
-        handles, _ = axes.get_legend_handles_labels()
+        handles, labels = axes.get_legend_handles_labels()
         if len(handles) > 1:
-            axes.legend(fontsize=8)
+            figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
     svg = file.getvalue()
