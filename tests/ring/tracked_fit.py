@@ -15,4 +15,5 @@ keras.utils.set_random_seed(0)
 x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
-history = ringtrain.fit(model, x, x[:, :1], name="tracked", epochs=int(epochs), callbacks=[MLflow(uri)], verbose=0)
+callbacks = [MLflow(uri, "tracked")]
+ringtrain.fit(model, x, x[:, :1], name="tracked", epochs=int(epochs), callbacks=callbacks, verbose=0)
