@@ -24,13 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain import config_io, data, strategies
-from ringtrain.config import Config, option_types, with_values
+from ringtrain.config import Config, nearest, option_types, with_values
 from ringtrain.errors import CheckpointError, ConfigError, RingtrainError
 from ringtrain.models import lazy_keras
 from ringtrain.monitor import journal, stragglers
 from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.protocol.env import FOR_SCRIPT
 from ringtrain.protocol.for_script import RUN, ForScript
 from ringtrain.protocol.launchers import launched_rank
 from ringtrain.run import consistency, console, devices, from_checkpoint, log_capture, memory_copies, step_monitor
@@ -69,9 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _of_command(config: Config) -> Config:
     """Configuration with the options and the folder that a command such as `ringtrain sweep` has chosen."""
     from_command = ForScript.from_environment()
-    values = {}
+    types, values = option_types(), {}
     for name, value in from_command.options.items():
-        values[name] = config_io.checked(FOR_SCRIPT, name, value, option_types()[name])
+        if name not in types:
+            raise ConfigError(f"{from_command.by}: unknown option {name}: {nearest(name, list(types))}")
+        values[name] = config_io.checked(from_command.by, name, value, types[name])
     if from_command.folder:
         values |= {"run.directory": from_command.folder, "run.name": RUN, "run.resume": "auto"}
         values |= {"run.mirror": "", "checkpoint.memory_every_steps": 0}
