@@ -34,9 +34,6 @@ NOT_MEASURED = (
 """options of launch that a command which starts ranks itself refuses, or does not use"""
 
 
-TRAINER = "options of ringtrain.train"
-
-
 @dataclass(frozen=True)
 class OnRanks:
     """Command that starts ranks as launch does: its own options, and those of launch."""
@@ -52,7 +49,7 @@ class OnRanks:
     hidden: Collection[str] = ()
     """options of launch that it refuses, besides NOT_MEASURED"""
     hidden_groups: Collection[type] = (KubernetesOptions,)
-    takes: str = "COMMAND"
+    takes: str = " -- COMMAND"
     """what it takes after --, for its usage"""
     places_ranks: bool = False
     """itself, on the hosts of the command line"""
@@ -64,7 +61,7 @@ class OnRanks:
             self.description,
             self.add,
             self.run,
-            usage=f"ringtrain {name} {self.usage}[options] [-- {self.takes}]",
+            usage=f"ringtrain {name} {self.usage}[options]{self.takes}",
             has_help=False,
             takes_words=True,
         )
@@ -108,7 +105,7 @@ SWEEP = OnRanks(
     "sweep.cli",
     "try many values of some options, side by side",
     "Trains with many values of some options, as many trials at once as there are slots, and says which are best by"
-    " train.monitor; the same command goes on after an interruption.",
+    " --objective; the same command goes on after an interruption.",
     usage="--space FILE ",
     left_out=HOSTS,
     hidden=("np", "ps", "workers", "bind", "oversubscribe", "output", "timeline"),
@@ -189,14 +186,14 @@ def benches() -> dict[str, Command]:
         "images/s, what a step's time goes into, ring efficiency",
         "Measures images/s of ranks, what a step's time goes into, and ring efficiency, in turns; of a script rows/s."
         " Starts ranks as ringtrain launch does.",
-        takes=f"{TRAINER}, or python own.py",
+        takes=" [-- options of ringtrain.train, or python own.py]",
     )
     allreduce = OnRanks(
         "bench.allreduce",
         "allreduces by MPI, Horovod, NCCL and a ring in NumPy",
         "Measures allreduces by each library, in turns, beside a memory copy and the link. Starts ranks as ringtrain"
         " launch does.",
-        takes="nothing",
+        takes="",
     )
     return {"allreduce": allreduce.command("bench allreduce"), "train": train.command("bench train")}
 
