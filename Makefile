@@ -50,7 +50,7 @@ simulate:
 
 # Measures the trainers on an idle host, and writes the table of docs/performance.md and the plot of the README.
 figures:
-	launch/setup.sh ringtrain bench peers -H localhost:2 --turns 3 --out figures.json
+	launch/setup.sh python benchmarks/measure_peers.py --turns 3 --out figures.json
 	launch/setup.sh python benchmarks/figures.py figures.json
 
 lint:

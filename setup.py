@@ -60,9 +60,7 @@ setup(
         "sweep": ["optuna>=4.2,<6"],  # ringtrain sweep
         "records": ["pyarrow>=17", "fsspec>=2024.12"],  # ringtrain.Records of Parquet, also behind URLs
         "spark": ["pyspark>=4,<5"],  # and Java 17; 490 MB
-        "mlflow": ["mlflow-skinny>=3"],  # --tracking.mlflow
-        "wandb": ["wandb>=0.31"],  # --tracking.wandb
-        "torch": ["torch>=2.6"],  # a row of ringtrain bench peers
+        "torch": ["torch>=2.6"],  # a row of benchmarks/measure_peers.py
         "docs": ["mkdocs>=1.6", "mkdocs-material>=9.7"],  # make docs
         "dev": [
             "hypothesis>=6.100",

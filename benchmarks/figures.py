@@ -1,4 +1,4 @@
-"""Writes what `ringtrain bench peers --out FILE` has measured into docs/performance.md, and the plot of the README.
+"""Writes what `measure_peers.py --out FILE` has measured into docs/performance.md, and the plot of the README.
 
 benchmarks/figures.py peers.json
 """

@@ -43,14 +43,13 @@ section() {
 section 'Set-up' ringtrain doctor
 section 'Smoke test' ringtrain train -H "$hosts" --run.directory "$scratch/runs" --data.name digits --model.name cnn --train.epochs 3
 section 'Allreduce' ringtrain bench allreduce -H "$hosts" --turns "$turns"
-section 'Memory, predicted' ringtrain forecast --memory -- "${job[@]}"
 if ((gpus)); then
     section 'Topology' nvidia-smi topo -m
     # The largest figure of each GPU while it trains, as the driver sees it. TensorFlow takes memory as it needs it.
     (while sleep 1; do nvidia-smi --query-gpu=index,memory.used --format=csv,noheader; done >"$scratch/memory") &
     sampler=$!
     samples=(--data.num-samples $((batch * ranks * steps)))
-    section 'Memory, used' ringtrain train -H "$hosts" --run.directory "$scratch/runs" "${job[@]}" --train.epochs 1 "${samples[@]}"
+    section 'Memory' ringtrain train -H "$hosts" --run.directory "$scratch/runs" "${job[@]}" --train.epochs 1 "${samples[@]}"
     kill "$sampler"
     largest='$2 + 0 > most[$1] { most[$1] = $2 + 0 } END { for (gpu in most) print "GPU " gpu ": " most[gpu] " MiB" }'
     section 'Memory, largest of each GPU' awk -F, "$largest" "$scratch/memory"
@@ -62,7 +61,7 @@ section 'Training, update compiled by XLA' "${measure[@]}" -- "${job[@]}" --opti
 section 'Training, gradients compiled by XLA' "${measure[@]}" -- "${job[@]}" --train.jit
 section 'Training, 16 bits' "${measure[@]}" -- "${job[@]}" --train.precision mixed_float16
 peers=ringtrain,by-hand,towers-by-hand,ringtrain-alone,fit-alone
-section 'Other trainers' ringtrain bench peers -H "$hosts" --peers "$peers" --turns "$turns" --steps "$steps" --limit 600 -- "${job[@]}"
+section 'Other trainers' python benchmarks/measure_peers.py --workers "$ranks" --peers "$peers" --turns "$turns" --steps "$steps" --limit 600 -- "${job[@]}"
 
 echo "gpu.sh: $page"
 exit "$failed"

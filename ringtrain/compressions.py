@@ -1,4 +1,4 @@
-"""Compressions of gradients by name: what options, forecasts and messages must know of each, without TensorFlow.
+"""Compressions of gradients by name: what options and messages must know of each, without TensorFlow.
 
 hvd/reducers/ has the code, and hvd.Compression makes one from its name. To add one: a row here, a module there, and a
 method of hvd.Compression with the row's name.
@@ -23,10 +23,6 @@ class Compression:
     """whether it casts each number, which Horovod's allreduce does itself; else all gradients are reduced by our own"""
     keeps_errors: bool = False
     """whether a step leaves something for the next one, so that no step may be skipped and no rank lost"""
-    needs_shapes: bool = False
-    """whether bytes follow from the shapes, not the number of elements alone"""
-    compress_s_per_gb: float = 0.0
-    """seconds of one core for a GB of gradients, as measured on the machine of docs/performance.md"""
 
 
 def low_rank(shape: Sequence[int], rank: int, min_ratio: float = 2.0) -> tuple[int, int] | None:
@@ -54,14 +50,12 @@ def _low_rank_bytes(shape: Sequence[int], rank: int) -> float:
 COMPRESSIONS = {
     "none": Compression(lambda shape, _: 4 * math.prod(shape)),
     "fp16": Compression(lambda shape, _: 2 * math.prod(shape)),
-    "bf16": Compression(lambda shape, _: 2 * math.prod(shape), is_cast=False, compress_s_per_gb=1.1),
+    "bf16": Compression(lambda shape, _: 2 * math.prod(shape), is_cast=False),
     "powersgd": Compression(
         _low_rank_bytes,
         has_number=True,
         is_cast=False,
         keeps_errors=True,
-        needs_shapes=True,
-        compress_s_per_gb=0.4,
     ),
 }
 

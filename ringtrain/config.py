@@ -242,10 +242,6 @@ class TrackingConfig:
     """write histograms of all weights to TensorBoard after each epoch"""
     timeline_steps: Annotated[int, AT_LEAST_0] = 0
     """number of steps of all ranks that are recorded in timeline.json; 0: none"""
-    mlflow: str = ""
-    """URI of an MLflow server or store that also receives the records, such as http://host:5000; empty: none"""
-    wandb: Literal["off", "offline", "online"] = "off"
-    """record the run in Weights & Biases; offline: in the run folder, from which wandb sync uploads it"""
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,6 @@ ARGUMENTS = {
     "train.batch_size": "batch_size",
 }
 """Options that are arguments of `fit`."""
-MEASURED_EPOCHS = 1_000_000
-"""of a run that ends when it is measured"""
 OPTION = re.compile(r"--([a-z]+)\.([a-z_-]+)")
 
 
@@ -121,9 +119,6 @@ def fit(
 
     # One object with all arguments, as other ways to call it (own_fit, the configuration) make the same.
     epochs, steps_per_epoch = _within_limits_of_keras(epochs, steps_per_epoch)
-    # A measured run ends itself, once it has enough steps.
-    if ForScript.from_environment().measure and steps_per_epoch is None:
-        epochs = MEASURED_EPOCHS
     arguments = data.FitArguments(
         x=x,
         y=y,
@@ -300,7 +295,7 @@ def _short(
         if from_command.folder and source.is_relative_to(folder) and not source.exists():
             values["resume"] = str(Path(from_command.folder) / source.relative_to(folder))
     values["epochs"] = min(arguments.epochs, arguments.initial_epoch + max_epochs)
-    if arguments.batch_per_rank:  # as many rows on any number of ranks
+    if arguments.batch_per_rank and from_command.ranks:  # as many rows on any number of ranks
         values |= {"batch_size": (arguments.batch_size or 32) * from_command.ranks, "batch_per_rank": False}
     return dataclasses.replace(arguments, **values)
 
@@ -365,7 +360,6 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
     of_command: dict[str, Any] = {}
     if from_command.folder:  # its trials are not mixed with the script's own runs
         of_command["run.directory"] = from_command.folder
-    if from_command.folder or from_command.measure:
         of_command["run.mirror"] = ""
     return with_values(
         options,

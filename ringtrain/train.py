@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain import config_io, strategies
-from ringtrain.config import Config
+from ringtrain.config import Config, nearest, option_types, with_values
 from ringtrain.errors import CheckpointError, ConfigError, RingtrainError
 from ringtrain.models import lazy_keras
-from ringtrain.monitor import journal, stragglers, trackers
+from ringtrain.monitor import journal, stragglers
 from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
+from ringtrain.protocol.for_script import RUN, ForScript
 from ringtrain.protocol.launchers import launched_rank
 from ringtrain.run import consistency, console, devices, from_checkpoint, log_capture, step_monitor
 from ringtrain.run.context import Job, Opening, Process, RunContext, Source, alone
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     stages = journal.Stages()
     try:
-        return _walk(config_io.read(sys.argv[1:] if argv is None else argv), stages)[1]
+        return _walk(_of_command(config_io.read(sys.argv[1:] if argv is None else argv)), stages)[1]
     except RingtrainError as error:
         # An error on one rank is raised on every rank (hvd.run_together). Rank 0 prints it, and launchers end the job
         # when the first rank exits. A rank that still runs after this pause has an error of its own.
@@ -62,6 +63,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         failures.report_failure(error, rank, exit_code=2, with_traceback=False)
         print(f"ringtrain: {error}", file=sys.stderr)
         return 2
+
+
+def _of_command(config: Config) -> Config:
+    """Configuration with the options and the folder that a command such as `ringtrain sweep` has chosen."""
+    from_command = ForScript.from_environment()
+    types, values = option_types(), {}
+    for name, value in from_command.options.items():
+        if name not in types:
+            raise ConfigError(f"{from_command.by}: unknown option {name}: {nearest(name, list(types))}")
+        values[name] = config_io.checked(from_command.by, name, value, types[name])
+    if from_command.folder:
+        values |= {"run.directory": from_command.folder, "run.name": RUN, "run.resume": "auto"}
+        values["run.mirror"] = ""
+    return with_values(config, values)
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -177,7 +192,6 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
     config = together(lambda: resume.started_again(config, attempt))
     # The code as loaded, as the files may change during the run. Its records: a missing package is reported now.
     code = together(lambda: {**consistency.of_code(config, tracking.versions()), **source.code()})
-    together(lambda: trackers.check(config) if hvd.rank() == 0 else None)
     return Process(
         config=config,
         source=source,
@@ -315,7 +329,6 @@ def training(run: RunContext) -> Iterator[None]:
         if run.monitor:
             stack.enter_context(step_monitor.monitored(run, run.monitor))
         run.callbacks = Callbacks(run, progress)
-        stack.enter_context(run.callbacks.trackers)
         # Also after a failure: before this process or another rank saves the same step.
         stack.callback(run.callbacks.saver.wait)
         yield
@@ -332,9 +345,8 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     if run.rank == 0 and not stop.exit_code:
         run.signals.note = f"ringtrain: {run.folder}: training is over: results and mirror are completed first"
     # Results: the ranks are compared a last time, and rank 0 exports the model.
-    with run.callbacks.trackers:
-        mirrored = {"mirror": run.lock.mirror.summary()} if run.lock.mirror else {}
-        summary = tracking.write_results(run, {**strategy.summary(run), **run.facts, **mirrored})
+    mirrored = {"mirror": run.lock.mirror.summary()} if run.lock.mirror else {}
+    summary = tracking.write_results(run, {**strategy.summary(run), **run.facts, **mirrored})
     # A person sees slow ranks, then the metrics, and last what was verified.
     ranks = summary.get("ranks", ())
     slow = stragglers.slow_ranks(ranks, run.config.health)
@@ -349,23 +361,11 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     )
     # After a signal all ranks wait for rank 0: mpirun kills the others soon after one has exited.
     if stop.exit_code:
-        run.together(lambda: _publish(run, summary))
-    else:
-        _publish(run, summary)
+        run.together(lambda: None)
     if run.timeline:
         run.timeline.close()  # last: with many ranks and steps it takes a while
     _end(run, run.folder, stop.exit_code)
     return summary, stop.exit_code
-
-
-def _publish(run: RunContext, summary: Mapping[str, Any]) -> None:
-    """Sends the run to its trackers, which get all of its files."""
-    if run.callbacks.trackers.links:
-        from ringtrain.lab.report import cli as report
-
-        with contextlib.suppress(Exception):  # the run is complete without its page
-            report.write_page(run.folder)
-        run.callbacks.trackers.end(run.callbacks.stop.exit_code, summary)
 
 
 def _end(process: Process, folder: Path, exit_code: int = 0) -> None:

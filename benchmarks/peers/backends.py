@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from peers.one_start import Trained, watch
 from peers.training import Training
 from ringtrain.errors import ConfigError
-from ringtrain.lab.peer_start import Trained, watch
 
 OPTIMIZERS = ("sgd", "adam")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from peers.one_start import Trained, watch
 from peers.training import Training
-from ringtrain.lab.peer_start import Trained, watch
 
 
 def alone(training: Training) -> Trained:

@@ -7,8 +7,8 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from peers.one_start import Trained, checksum
 from peers.training import Training
-from ringtrain.lab.peer_start import Trained, checksum
 
 
 def run(training: Training) -> Trained:

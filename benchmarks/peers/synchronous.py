@@ -9,8 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from peers.by_fit import fit
+from peers.one_start import Trained, checksum
 from peers.training import Training
-from ringtrain.lab.peer_start import Trained, checksum
 
 
 def mirrored(training: Training) -> Trained:

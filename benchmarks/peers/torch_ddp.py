@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from peers.one_start import Trained, checksum
 from peers.training import Training
 from ringtrain.errors import ConfigError, MissingDependency
-from ringtrain.lab.peer_start import Trained, checksum
 
 try:
     import torch

@@ -155,11 +155,7 @@ def with_tuned(options: LaunchOptions) -> LaunchOptions:
     """Options with the settings of the file of --tuned, which its script's ranks read."""
     if not options.tuned:
         return options
-    if "ringtrain.train" in options.command:
-        raise LaunchError("got --tuned for ringtrain.train: give it the TOML that tune or sweep has written: --config")
     tuned = Tuned.read(Path(options.tuned))
-    if tuned.launcher and tuned.launcher != options.launcher:
-        raise LaunchError(f"{options.tuned}: was measured with --launcher {tuned.launcher}: give that, too")
     return replace(options, environ={**options.environ, **tuned.variables()})
 
 

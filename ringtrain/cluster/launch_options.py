@@ -101,7 +101,7 @@ class JobOptions:
     output: Annotated[str, Argument("DIR")] = ""
     """keep a log per rank"""
     tuned: Annotated[str, FILE] = ""
-    """settings that ringtrain tune or sweep has written for a script with ringtrain.fit"""
+    """best.json of ringtrain sweep, whose values the command trains with"""
     timeline: Annotated[str, FILE] = ""
     """write timelines of all ranks of ringtrain.train, for Perfetto"""
     start_timeout: Annotated[float, Argument("S"), SECONDS] = 60

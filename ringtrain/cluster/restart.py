@@ -30,7 +30,7 @@ MAX_CAUSES, MAX_CAUSE_CHARACTERS = 20, 500  # reported to restarted ranks
 class Restarts:
     """Decisions after the failures of one job: whether it runs again, and on which of its hosts.
 
-    A pure policy, without clock, network and processes: the launcher asks it, and so does `ringtrain simulate`.
+    A pure policy, without clock, network and processes, which the launcher asks.
     """
 
     def __init__(self, hosts: Sequence[Host], num_ranks: int, options: LaunchOptions) -> None:

@@ -1,23 +1,15 @@
-"""Measuring, comparing and forecasting training.
+"""Measuring and proving training.
 
 commands: the commands of the lab, from init to data
-options:  options of a command as a frozen dataclass
 ranks:    calls a function on ranks and returns its result; what such functions begin with
 script:   a script with `ringtrain.fit` as the job of a command
-measured: measures its steps by a short start of it
 jobs:     folders of jobs that run side by side, and the slots that they share
 stats:    medians, spreads and the machine they are from, as JSON
 tables:   a table for terminal and Markdown; report/ has it as HTML
-plots:    an empty figure, and writing it as PNG
-peer_start: one start of a peer of bench peers, on its ranks
 init:     ringtrain init
 bench:    ringtrain bench
-tune:     ringtrain tune
 prove:    ringtrain prove
 sweep:    ringtrain sweep
-compare:  ringtrain compare
-forecast: ringtrain forecast
-simulate: ringtrain simulate
 files:    ringtrain data
 report:   ringtrain report, ringtrain runs
 """

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import re
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ringtrain.cluster.launch_options import (
@@ -20,7 +16,7 @@ from ringtrain.cluster.launch_options import (
     add_options,
 )
 from ringtrain.errors import LaunchError
-from ringtrain.options import Command, Given, Parser, add, options_of, read, title_of, words_of
+from ringtrain.options import Command, Given, Parser, add, options_of, read, words_of
 
 HOSTS = ("hostfile", "hosts", "include", "exclude")
 NOT_MEASURED = (
@@ -38,9 +34,6 @@ NOT_MEASURED = (
 """options of launch that a command which starts ranks itself refuses, or does not use"""
 
 
-OR_SCRIPT = ", or python own.py"
-
-
 @dataclass(frozen=True)
 class OnRanks:
     """Command that starts ranks as launch does: its own options, and those of launch."""
@@ -56,8 +49,8 @@ class OnRanks:
     hidden: Collection[str] = ()
     """options of launch that it refuses, besides NOT_MEASURED"""
     hidden_groups: Collection[type] = (KubernetesOptions,)
-    or_script: str = ""
-    """that it takes a program with ringtrain.fit as well, for its usage"""
+    takes: str = " -- COMMAND"
+    """what it takes after --, for its usage"""
     places_ranks: bool = False
     """itself, on the hosts of the command line"""
 
@@ -68,7 +61,7 @@ class OnRanks:
             self.description,
             self.add,
             self.run,
-            usage=f"ringtrain {name} {self.usage}[options] [-- options of ringtrain.train{self.or_script}]",
+            usage=f"ringtrain {name} {self.usage}[options]{self.takes}",
             has_help=False,
             takes_words=True,
         )
@@ -108,33 +101,14 @@ def module_of(name: str) -> Any:
     return importlib.import_module(f"ringtrain.lab.{name}")
 
 
-TUNE = OnRanks(
-    "tune.cli",
-    "find the settings with which training is fastest here",
-    "Tries settings of a training in short runs, measured in turns, and writes a TOML with those that made it faster."
-    " Starts ranks as ringtrain launch does.",
-    or_script=OR_SCRIPT,
-)
 SWEEP = OnRanks(
     "sweep.cli",
     "try many values of some options, side by side",
     "Trains with many values of some options, as many trials at once as there are slots, and says which are best by"
-    " train.monitor; the same command goes on after an interruption.",
+    " --objective; the same command goes on after an interruption.",
     usage="--space FILE ",
     left_out=HOSTS,
     hidden=("np", "ps", "workers", "bind", "oversubscribe", "output", "timeline"),
-    hidden_groups=(SparkOptions, KubernetesOptions),
-    or_script=OR_SCRIPT,
-    places_ranks=True,
-)
-COMPARE = OnRanks(
-    "compare.cli",
-    "train the same job under several strategies",
-    "Trains the same job under several strategies, in turns, with -np copies of the model under each; the same command"
-    " goes on after an interruption.",
-    usage="--strategies LIST --config FILE ",
-    left_out=("np", "ps"),
-    hidden=("workers", "output", "timeline"),
     hidden_groups=(SparkOptions, KubernetesOptions),
     places_ranks=True,
 )
@@ -142,8 +116,8 @@ PROVE = OnRanks(
     "prove.cli",
     "put a job to the test: equal to one process, to itself, and through kills",
     "Trains a few steps of a job on one process and on -np ranks, stops, kills and resumes it, and says which promises"
-    " hold for it, and likely reasons where they do not. A script with ringtrain.fit is started as it is: -- python"
-    " own.py.",
+    " hold for it. The command is a script with ringtrain.fit, or python -m ringtrain.train with options; it is started"
+    " as it is.",
     usage="-np N ",
     left_out=("np",),
     hidden=("ps", "workers", "output", "timeline"),
@@ -205,73 +179,23 @@ DATA = Command(
 )
 
 
-def add_forecast(parser: Parser) -> None:
-    """Adds the options of forecast, in their groups."""
-    for group in module_of("forecast.cli").GROUPS:
-        add(parser.add_argument_group(title_of(group)), options_of(group).values())
-
-
-def forecast(given: Given) -> int:
-    """Runs forecast."""
-    return module_of("forecast.cli").main(given)
-
-
-def predict(given: Given) -> int:
-    """Runs forecast by its old name."""
-    print("ringtrain: predict is called forecast now: ringtrain forecast takes the same options", file=sys.stderr)
-    return forecast(given)
-
-
-FORECAST = Command(
-    "say how fast training would be on more ranks",
-    "Forecasts images/s at any number of ranks from one process' step and a network; or says what would reach an"
-    " efficiency; or how much memory a model needs.",
-    add_forecast,
-    forecast,
-    usage="ringtrain forecast [options] [-- python own.py, or for --memory options of ringtrain.train]",
-    takes_words=True,
-)
-
-
-def add_simulate(parser: Parser) -> None:
-    """Adds the options of simulate in their groups, and those of hosts."""
-    add_options(parser, [HostOptions], hidden=("ssh_port", "subnet"))
-    for group in module_of("simulate.cli").OWN:
-        add(parser.add_argument_group(title_of(group)), options_of(group).values())
-
-
-def simulate(given: Given) -> int:
-    """Runs simulate."""
-    return module_of("simulate.cli").main(given)
-
-
-SIMULATE = Command(
-    "forecast the cost of host failures for a long job",
-    "Simulates a job on hosts that fail: goodput, restarts and hours, with several checkpoint intervals, spare hosts"
-    " and options of launch. What a failure leads to is decided by the launcher's own code.",
-    add_simulate,
-    simulate,
-    usage="ringtrain simulate --mtbf TIME --hours H [options] [-- options of ringtrain launch]",
-    takes_words=True,
-)
-PREDICT = dataclasses.replace(FORECAST, help="", run=predict, usage=FORECAST.usage.replace("forecast", "predict"))
-
-
 def benches() -> dict[str, Command]:
-    """Kinds of `ringtrain bench`: the modules of ringtrain.lab.bench, from their first lines.
-
-    They are not imported for it: some load TensorFlow.
-    """
-    found: dict[str, Command] = {}
-    for path in sorted(Path(__file__).parent.glob("bench/*.py")):
-        match = re.match(r'"""bench (\w+): (.*)\.\n', path.read_text(encoding="utf-8"))
-        if match:
-            kind, text = match.groups()
-            description = f"Measures, in turns: {text}. Starts ranks as ringtrain launch does."
-            or_script = OR_SCRIPT if kind == "train" else ""
-            bench = OnRanks(f"bench.{kind}", text, description, or_script=or_script)
-            found[kind] = bench.command(f"bench {kind}")
-    return found
+    """Kinds of `ringtrain bench`."""
+    train = OnRanks(
+        "bench.train",
+        "images/s, what a step's time goes into, ring efficiency",
+        "Measures images/s of ranks, what a step's time goes into, and ring efficiency, in turns; of a script rows/s."
+        " Starts ranks as ringtrain launch does.",
+        takes=" [-- options of ringtrain.train, or python own.py]",
+    )
+    allreduce = OnRanks(
+        "bench.allreduce",
+        "allreduces by MPI, Horovod, NCCL and a ring in NumPy",
+        "Measures allreduces by each library, in turns, beside a memory copy and the link. Starts ranks as ringtrain"
+        " launch does.",
+        takes="",
+    )
+    return {"allreduce": allreduce.command("bench allreduce"), "train": train.command("bench train")}
 
 
 def commands() -> dict[str, Command]:
@@ -281,12 +205,7 @@ def commands() -> dict[str, Command]:
         "runs": RUNS,
         "report": REPORT,
         "bench": Command("measure training and what it is made of", kinds=benches),
-        "tune": TUNE.command("tune"),
         "sweep": SWEEP.command("sweep"),
-        "compare": COMPARE.command("compare"),
         "prove": PROVE.command("prove"),
-        "forecast": FORECAST,
-        "simulate": SIMULATE,
         "data": DATA,
-        "predict": PREDICT,
     }

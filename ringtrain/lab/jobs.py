@@ -38,7 +38,7 @@ def held(path: Path) -> Iterator[int | None]:
         os.close(descriptor)
 
 
-def claim(path: Path, own: Mapping[str, Any], what: str, fix: str = "--run.name after --") -> None:
+def claim(path: Path, own: Mapping[str, Any], what: str, fix: str = "--folder") -> None:
     """Records the settings that a folder belongs to, or checks that they match those on record."""
     own = json.loads(json.dumps(own))
     if not path.exists():

@@ -49,10 +49,6 @@ class Start:
         """Options of ringtrain.train."""
         return self.launch.command
 
-    def oversubscribed(self) -> Start:
-        """The same with more ranks than slots."""
-        return replace(self, launch=replace(self.launch, oversubscribe=True))
-
 
 def caller(start: Start) -> Call:
     """Returns a function that calls a function on ranks, which it starts as the command line says."""

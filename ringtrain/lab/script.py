@@ -1,43 +1,55 @@
-"""A script with `ringtrain.fit` as the job of a command: the words after `--`, and the folders of its runs."""
+"""A script with `ringtrain.fit`, or the trainer, as the job of a command: the words after `--`, and its runs."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ringtrain import sources
+from ringtrain import config_io, sources
 from ringtrain.config import nearest, option_types
 from ringtrain.errors import ConfigError, LaunchError
 from ringtrain.protocol.env import FOR_SCRIPT
 from ringtrain.protocol.for_script import ForScript
 from ringtrain.protocol.json_text import INVALID, parse_json
 
+TRAINER = "ringtrain.train"
+
 
 @dataclass(frozen=True)
 class Script:
-    """Program whose ranks call `ringtrain.fit`."""
+    """Program whose ranks call `ringtrain.fit`, or `ringtrain.train`, which reads the same from its environment."""
 
     command: tuple[str, ...]
 
     @classmethod
-    def of(cls, words: Sequence[str]) -> Script | None:
-        """Program of the words after `--`; None if they are options of ringtrain.train."""
+    def of(cls, words: Sequence[str]) -> Script:
+        """Program of the words after `--`. Raises an error for a mistake in options of the trainer."""
         if not words or words[0].startswith("-"):
-            return None
-        if "ringtrain.train" in words:
-            raise LaunchError("got the trainer after --, expected its options alone: -- --config FILE")
-        if words[0].endswith(".py"):
-            return cls(("python", *words))
-        return cls(tuple(words))
+            raise LaunchError(
+                f"got {words[0] if words else 'nothing'} after --, expected a command: python own.py, or python -m"
+                " ringtrain.train with its options"
+            )
+        script = cls(("python", *words) if words[0].endswith(".py") else tuple(words))
+        if script.is_trainer:
+            config_io.read(script.train_args)
+        return script
 
     @property
     def name(self) -> str:
         """File of the script, or its first word."""
         return next((Path(word).name for word in self.command if word.endswith(".py")), self.command[0])
+
+    @property
+    def is_trainer(self) -> bool:
+        return TRAINER in self.command
+
+    @property
+    def train_args(self) -> tuple[str, ...]:
+        """Options of the trainer."""
+        return self.command[self.command.index(TRAINER) + 1 :]
 
 
 def variables(for_script: ForScript) -> dict[str, str]:
@@ -78,9 +90,3 @@ def check_option(option: str, source: str) -> None:
         f"{source}: {option}: is the script's own: name it {key}, and read ringtrain.trial()[{key!r}] or give"
         f" --set '--{key.replace('_', '-')}={{{key}}}'"
     )
-
-
-def divided(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divides values by name into options of `ringtrain.fit`, which have a dot, and the script's own."""
-    options = {name: value for name, value in values.items() if "." in name}
-    return options, {name: value for name, value in values.items() if "." not in name}

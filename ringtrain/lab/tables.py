@@ -56,6 +56,13 @@ class Table:
         return "\n".join(f"| {' | '.join(map(plain, row))} |" for row in rows)
 
 
+def number(value: float) -> str:
+    """Formats a number with few characters: 1,200; 0.0025; 1e-06."""
+    if 1000 <= abs(value) < 1e7:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
 def counted(number: int, noun: str) -> str:
     """Formats as e.g. "1 rank" or "2 ranks"."""
     if number == 1:

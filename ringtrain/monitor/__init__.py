@@ -1,4 +1,4 @@
-"""Monitoring of ranks during training: journal, heartbeat, trackers and fault injection.
+"""Monitoring of ranks during training: journal, heartbeat and fault injection.
 
 journal:         events of each rank, one per line, kept over restarts
 goodput:         where the time of a run went, over all of its starts, by its journals
@@ -7,5 +7,4 @@ diagnosis:       its rule for stalls: which rank, for how long, and what is repo
 stragglers:      its rule for ranks whose part of a step takes longer than the others'
 fault_injection: injected faults, to test how a job handles them
 trace:           timelines of all ranks in one file for Perfetto
-trackers:        records of a run in MLflow and Weights & Biases
 """

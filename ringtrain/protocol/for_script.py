@@ -1,4 +1,4 @@
-"""What a command of ringtrain tells the scripts that it starts, such as options of `ringtrain.fit`."""
+"""What a command of ringtrain tells the scripts that it starts, such as options of `ringtrain.fit`, or the trainer."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from ringtrain.errors import ConfigError, LaunchError
 from ringtrain.protocol.env import FOR_SCRIPT
 from ringtrain.protocol.json_text import INVALID, parse_json
 
+RUN = "fit-1"
+"""name of the first run in a command's folder, if it has none of its own"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForScript:
@@ -22,14 +25,12 @@ class ForScript:
     by: str = ""
     """command that has chosen it, such as "ringtrain sweep"; "": nothing was chosen"""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """options of `ringtrain.fit` by dotted name, which win over the script's own"""
+    """options by dotted name, which win over the script's own"""
     trial: Mapping[str, Any] = field(default_factory=dict)
     """values that `ringtrain.trial` returns, by name"""
     folder: str = ""
     """directory of the script's runs, which are fit-1, fit-2, ... if they have no name, and of the files that Keras'
     callbacks write; "": those of the script"""
-    measure: Mapping[str, Any] = field(default_factory=dict)
-    """settings of `run.measuring`, which measures the first `fit` and ends the script; empty: no measurement"""
     epochs: int = 0
     """largest number of epochs of each `fit`; 0: as the script has it"""
     steps: int = 0
@@ -61,15 +62,11 @@ class Tuned:
     """Settings that a command has chosen for the later launches of a script: a file for `ringtrain launch --tuned`."""
 
     by: str
-    """command that has chosen them, such as "ringtrain tune" """
+    """command that has chosen them, such as "ringtrain sweep" """
     options: Mapping[str, Any] = field(default_factory=dict)
-    """of `ringtrain.fit`, by dotted name"""
+    """of `ringtrain.fit` or the trainer, by dotted name"""
     trial: Mapping[str, Any] = field(default_factory=dict)
     """values that `ringtrain.trial` returns, by name"""
-    environ: Mapping[str, str] = field(default_factory=dict)
-    """variables of the ranks"""
-    launcher: str = ""
-    """of ringtrain launch; "": any"""
 
     def write(self, path: Path, **facts: Any) -> None:
         """Writes the file; `facts`, such as measurements, are for its readers."""
@@ -77,20 +74,20 @@ class Tuned:
 
     @classmethod
     def read(cls, path: Path) -> Tuned:
-        """Reads a file. Raises LaunchError if it is not one that tune or sweep has written."""
+        """Reads a file. Raises LaunchError if it is not one that sweep has written."""
         try:
             content = parse_json(path.read_text(encoding="utf-8"))
             known = {one.name for one in fields(cls)}
             return cls(**{name: value for name, value in content.items() if name in known})
         except (OSError, *INVALID) as error:
             raise LaunchError(
-                f"{path}: expected the file that ringtrain tune or sweep has written for a script: {error}"
+                f"{path}: expected the file best.json that ringtrain sweep has written: {error}"
             ) from None
 
     def variables(self) -> dict[str, str]:
-        """Variables of the ranks, with those settings that the script reads."""
+        """Variables of the ranks, from which the script reads them."""
         for_script = ForScript(by=self.by, options=self.options, trial=self.trial)
-        return {**self.environ, FOR_SCRIPT: for_script.to_json()}
+        return {FOR_SCRIPT: for_script.to_json()}
 
 
 def trial() -> Mapping[str, Any]:

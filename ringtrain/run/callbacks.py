@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import keras
 
 from ringtrain import hvd
-from ringtrain.config import Config
-from ringtrain.monitor import fault_injection, trackers
-from ringtrain.protocol.for_script import ForScript
-from ringtrain.run import evaluation, measuring, saver, stopping, tracking
+from ringtrain.monitor import fault_injection
+from ringtrain.run import evaluation, saver, stopping, tracking
 from ringtrain.run.console import Progress
 
 if TYPE_CHECKING:
@@ -39,8 +36,6 @@ class Callbacks:
             is_ended=lambda: self.stop.is_ended,
             grace_ends_s=lambda: self.stop.grace_ends_s,
         )
-        wanted = run.config if run.rank == 0 else Config()
-        self.trackers = hvd.run_together(lambda: trackers.Trackers(wanted, dataclasses.asdict(run.numbers), run.folder))
         self.recorder = note_rate = None
         if run.rank == 0:
             self.recorder = recorder = tracking.Recorder(run, progress)
@@ -61,6 +56,3 @@ class Callbacks:
             *last,  # an elastic commit interrupts training: nothing may follow it
         ]
         self.ordered = [callback for callback in ordered if callback is not None]
-        measure = ForScript.from_environment().measure
-        if measure:  # with the time that all others take
-            self.ordered.append(measuring.Measuring(run, measuring.Measure(**measure)))

@@ -350,7 +350,6 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proo
         rows["skipped"] = f"{skipped:,} that could not be read, see {folder}/logs/"
     wrap = functools.partial(textwrap.wrap, width=RESULT_WIDTH - 15, break_long_words=False, break_on_hyphens=False)
     rows = {name: f"\n{'':<15}".join(wrap(value)) for name, value in rows.items()}
-    rows |= summary.get("tracked", {})
     rows |= {"files": f"{folder}/", "next": f"ringtrain report {shlex.quote(str(folder))}"}  # whole, to be pasted
     console.print()
     _show_rows(console, rows)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
 """protocols of stores without folders, where making one might make a bucket"""
-NOT_COPIED = (LOCK, "tensorboard", "checkpoints", "wandb", "saved_model")
+NOT_COPIED = (LOCK, "tensorboard", "checkpoints", "saved_model")
 """names in the run folder that are not copied as they are; checkpoints go by themselves"""
 UPLOAD_TIMEOUT_S = 600
 """of one request that writes a large file"""

@@ -296,13 +296,6 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def is_leased(folder: Path) -> bool:
-    """Returns whether a folder is the mirror of a run that goes on, or a copy of it with the time of its lease."""
-    with contextlib.suppress(OSError):
-        return time.time() < (folder / LEASE).stat().st_mtime + LEASE_EXPIRES_S
-    return False
-
-
 def _close_in_child() -> None:
     for lock in _taken:
         lock._close()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from ringtrain.config import Config, with_values
 from ringtrain.errors import ConfigError
 from ringtrain.monitor import diagnosis, heartbeat
-from ringtrain.protocol.for_script import ForScript
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
@@ -52,9 +51,7 @@ def measure_phases(run: RunContext) -> None:
 
     timeline_steps = run.config.tracking.timeline_steps
     if run.strategy.trains_here:
-        is_profiled = bool(ForScript.from_environment().measure.get("profile"))
-        each_gradient = is_profiled or timeline_steps > 0
-        hvd.step_timing.PLACE.watch(run.model, each_gradient=each_gradient)
+        hvd.step_timing.PLACE.watch(run.model, each_gradient=timeline_steps > 0)
     if timeline_steps:
         run.timeline = timeline.Timeline(run)
 

@@ -196,7 +196,6 @@ class Recorder(keras.callbacks.Callback):
         with self._disk_may_be_full():
             self._append(file_name, json.dumps(plain(record), default=_text))
         shown = {prefix + name: number for name, number in record.items() if name not in POSITION and is_number(number)}
-        self.run.callbacks.trackers.log(self.global_step, record["time_s"], shown)
         with self._disk_may_be_full(), self.summaries.as_default():
             tf.summary.experimental.write_raw_pb(_scalars(shown), step=self.global_step)
         return record
@@ -276,8 +275,6 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
     skipped = set().union(*hvd.allgather_object(run.data_set.skipped, name="ringtrain_skipped"))
     callbacks, numbers = run.callbacks, run.numbers
     metrics, recorder = callbacks.saver.metrics, callbacks.recorder
-    links = callbacks.trackers.links
-    tracked = {"tracked": links} if links else {}
     summary = {
         "test_accuracy": metrics.get("test_accuracy"),
         "test_loss": metrics.get("test_loss"),
@@ -301,7 +298,6 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
         "saves": callbacks.saver.saves,
         "fit_s": time.time() - run.started,
         "started": run.started,
-        **tracked,
         "hosts": run.hosts,
         "git_revision": consistency.git_revision(Path.cwd()),
         **facts,

@@ -47,13 +47,6 @@ class LocalMonitor(keras.callbacks.Callback):
         logs["test_loss"] = 1.0 if RANK == 0 else 1.0 / (epoch + 1)
 
 
-class LocalAccuracy(keras.callbacks.Callback):
-    """Gives each rank another test_accuracy: rank 0's grows from epoch to epoch, rank 1's is perfect."""
-
-    def on_epoch_end(self, epoch, logs=None):
-        logs["test_accuracy"] = (epoch + 1) / 20 if RANK == 0 else 1.0
-
-
 class StartsTheSameRun(keras.callbacks.Callback):
     """Gives the run's own command while it trains, and prints what becomes of that."""
 

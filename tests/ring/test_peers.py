@@ -1,13 +1,13 @@
-"""ringtrain bench peers, a few steps of it: that it works and compares the same training, not how fast."""
+"""benchmarks/measure_peers.py, a few steps of it: that it works and compares the same training, not how fast."""
 
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
-from launching import BIN, run
-
-from ringtrain.lab.bench.peers import PEERS
+from launching import ROOT, run
+from measure_peers import PEERS
 
 pytestmark = pytest.mark.launch
 
@@ -15,15 +15,15 @@ SMALL = ["--model.name", "mlp", "--train.batch-size", "16", "--optimizer.name", 
 
 
 def peers(names: str, *words: object):
-    told = ["-H", "localhost:2", "--turns", 1, "--steps", 3, "--peers", names, *words, "--", *SMALL]
-    ended = run(0, [BIN / "ringtrain", "bench", "peers", *map(str, told)], 300, warm=True)
+    told = ["--turns", 1, "--steps", 3, "--peers", names, *words, "--", *SMALL]
+    ended = run(0, [sys.executable, ROOT / "benchmarks" / "measure_peers.py", *map(str, told)], 300, warm=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended
 
 
 def test_peers_train_the_same_and_one_that_does_not_run_is_a_row(tmp_path):
     """All of them; PyTorch and JAX are mostly not installed, and then there are rows that say so."""
-    ended = peers("", "--out", tmp_path / "peers.json")
+    ended = peers(",".join(PEERS), "--out", tmp_path / "peers.json")
     found = json.loads((tmp_path / "peers.json").read_text())["results"]
     failed = {name: one["error"] for name, one in found.items() if "error" in one}
     others = {name for name in PEERS if "torch" in name or "jax" in name}

@@ -63,24 +63,6 @@ def test_a_killed_run_goes_on_with_another_split(splits: tuple[str, str, str], w
         assert all((one == other).all() for one, other in zip(exported, expected, strict=True))
 
 
-def test_memory_is_forecast_from_the_options_of_a_run() -> None:
-    words = [sys.executable, "-m", "ringtrain.cli", "forecast", "--memory", "--ranks", "8", "--json", "--"]
-    ended = run(0, [*words, "--data.name", "digits", "--model.name", "cnn", "--optimizer.name", "adam"], TIMEOUT_S)
-    assert ended.returncode == 0, ended.stderr
-    needs = json.loads(ended.stdout)
-    ways = ["ring", "sharded update, 8 ranks", *["layers:2"] * 2, *["columns:2"] * 2]
-    assert [need["way"] for need in needs] == ways
-    ring, sharded, *parts = needs
-    assert ring["weights"] == ring["gradients"] and 0 < ring["slots"] - 2 * ring["weights"] < 100
-    assert (
-        sharded["slots"] == -(-ring["slots"] // 8)
-        and sharded["peak"] == ring["peak"] - ring["slots"] + sharded["slots"]
-    )
-    for first, second in (parts[:2], parts[2:]):
-        assert first["weights"] + second["weights"] == ring["weights"]
-        assert first["device"] == "CPU:0" and second["device"] == "CPU:1"
-
-
 def test_what_cannot_be_split_is_one_line(tmp_path: Path) -> None:
     for words, said in (
         (["--model.stages", "conv2d"], "model.split: no stage can begin with layer conv2d: expected some of "),

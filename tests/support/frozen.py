@@ -88,10 +88,10 @@ LAUNCHES = {
 HOSTFILES = ("cluster", "deepspeed", "hydra", "ipv6")
 
 COMMANDS = (
-    *("train", "launch", "init", "runs", "report", "bench", "tune", "sweep", "compare", "forecast", "hosts", "doctor"),
-    *("simulate", "schema"),
+    *("train", "launch", "init", "runs", "report", "bench", "sweep", "hosts", "doctor"),
+    "schema",
 )
-BENCHES = ("train", "peers", "allreduce", "startup", "checkpoint", "input")
+BENCHES = ("train", "allreduce")
 HELP = (
     *("ringtrain", *(f"ringtrain {name}" for name in COMMANDS), *(f"ringtrain bench {name}" for name in BENCHES)),
     *("ringtrain.train", "ringtrain.data.make_tfrecords"),

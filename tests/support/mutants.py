@@ -269,24 +269,9 @@ MUTANTS = (
         f"{UNIT}/test_config.py::test_derived_numbers",
     ),
     Mutant(
-        *("a forecast without the system's time per byte", "lab/forecast/network.py"),
-        *('"mpi": Transport(TCP, 0.71, 0.38', '"mpi": Transport(TCP, 0.0, 0.38'),
-        f"{UNIT}/test_forecast.py",
-    ),
-    Mutant(
-        *("a simulated failure that costs no start", "lab/simulate/job.py"),
-        *('self.training.spend("start", self.case.costs.start_s)', 'self.training.spend("start", 0.0)'),
-        f"{UNIT}/test_simulate.py",
-    ),
-    Mutant(
         *("a lost host that is used again at once", "cluster/restart.py"),
         *("frozenset(result.hosts if result.kind == HOST_LOST else ())", "frozenset()"),
         f"{UNIT}/test_restart.py",
-    ),
-    Mutant(
-        *("building the model counted as reading data", "train.py"),
-        *('    stages.done("data")\n', '    add_model(process, job, config)\n    stages.done("data")\n'),
-        "tests/ring/test_benches.py::test_startup_has_the_times_that_the_job_has_noted_by_itself",
     ),
 )
 

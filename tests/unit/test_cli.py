@@ -473,16 +473,12 @@ def test_help_shows_only_options_that_the_command_uses(bin_dir: Path) -> None:
         "hosts": "--hostfile --include",
         "doctor": "--ssh-port --timeout",
         "sweep": "--max-restarts --ranks-per-trial --launcher",
-        "compare": "--ps --launcher -np",
-        "tune": "-np --timeline --bind",
         "bench train": "-np --oversubscribe --bind",
     }
     unused = {
         "hosts": "--ssh-port --subnet -np",
         "doctor": "-np --launcher",
         "sweep": "--dry-run --elastic --np --output --timeline --bind --oversubscribe --master --image",
-        "compare": "--dry-run --elastic --workers --output --timeline --master --image",
-        "tune": "--dry-run --explain --elastic --image --max-np",
         "bench train": "--dry-run --explain --elastic --image --host-discovery",
     }
     for command in used:

@@ -110,7 +110,7 @@ def test_train_shows_the_trainers_options_before_those_of_launch(capsys: pytest.
     assert flags(capsys.readouterr().out)[0] == "--schedule.name"
 
 
-OWN = {"tune": "budget", "sweep": "space", "compare": "strategies", "bench train": "profile", "bench allreduce": "out"}
+OWN = {"sweep": "space", "bench train": "turns", "bench allreduce": "out"}
 
 
 @pytest.mark.parametrize("command", OWN)
@@ -132,8 +132,8 @@ COMPLETED = {
     "train --help da": ["data "],
     "train --schedule.plateau-": ["--schedule.plateau-patience", "--schedule.plateau-factor"],
     "launch --launcher mp": ["mpirun", "mpijob"],
-    "tune --bu": ["--budget "],
-    "bench ch": ["checkpoint "],
+    "sweep --ob": ["--objective "],
+    "bench al": ["allreduce "],
     "report --po": ["--post-mortem "],
     "nonsense --x": [],
 }

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import sys
 import tomllib
-import urllib.error
-import urllib.parse
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -111,33 +106,6 @@ def test_runs_as_json_have_all_metrics_and_null_for_nan(many: Path, capsys: pyte
     assert (third["state"], third["global_step"], third["started_s"]) == ("stopped", 7, None)
     assert second["metrics"]["test_accuracy"] == 0.5
     assert second["metrics"].keys() == {"loss", "accuracy", "test_loss", "test_accuracy"}
-
-
-def test_a_port_tells_prometheus_of_the_runs_as_they_are(many: Path) -> None:
-    """On this machine only; a client that says nothing keeps no other from an answer."""
-    command = [sys.executable, "-m", "ringtrain", "runs", many, "--metrics-port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout
-            url = process.stdout.readline().strip()
-            address = urllib.parse.urlsplit(url)
-            assert (address.hostname, address.path) == ("127.0.0.1", "/metrics")
-
-            def answer() -> str:
-                with urllib.request.urlopen(url, timeout=60) as response:
-                    assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-                    return response.read().decode()
-
-            with socket.create_connection(("127.0.0.1", address.port)):
-                assert 'ringtrain_run_global_step{run="third"} 0\n' in answer()
-                (many / "third" / "summary.json").write_text(json.dumps({"global_step": 7}))
-                assert 'ringtrain_run_global_step{run="third"} 7\n' in answer()
-            with pytest.raises(urllib.error.HTTPError, match="404"):
-                urllib.request.urlopen(url.replace("/metrics", "/"), timeout=60)
-            taken = subprocess.run([*command[:-1], str(address.port)], capture_output=True, text=True, timeout=60)
-            assert taken.returncode == 2 and f"ringtrain: port {address.port}: " in taken.stderr
-        finally:
-            process.terminate()
 
 
 def test_a_run_folders_name_commands_no_terminal(

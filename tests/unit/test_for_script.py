@@ -30,23 +30,21 @@ def test_a_variable_that_no_command_has_set_is_named(text):
 
 def test_a_file_of_settings_has_the_variables_of_later_launches(tmp_path, capsys):
     path = tmp_path / "tuned.json"
-    written = Tuned(by="ringtrain tune", options={"hvd.groups": 2}, environ={"OMP_NUM_THREADS": "1"})
+    written = Tuned(by="ringtrain sweep", options={"hvd.groups": 2})
     written.write(path, measured=[[1.5]])
     assert json.loads(path.read_text())["measured"] == [[1.5]]
     read = Tuned.read(path)
     assert read == written
     variables = read.variables()
-    assert variables["OMP_NUM_THREADS"] == "1"
-    assert ForScript.from_environment(variables) == ForScript(by="ringtrain tune", options={"hvd.groups": 2})
+    assert ForScript.from_environment(variables) == ForScript(by="ringtrain sweep", options={"hvd.groups": 2})
 
     launch = ["launch", "-np", "1", "-H", "localhost:1", "--dry-run", "--tuned"]
     assert cli.main([*launch, str(path), "python", "own.py"]) == 0
-    assert "OMP_NUM_THREADS" in capsys.readouterr().out
+    assert FOR_SCRIPT in capsys.readouterr().out
     path.write_text("[launch]")
     for words, text in (
-        ([*launch, str(path), "python", "own.py"], "expected the file that ringtrain tune or sweep has written"),
-        ([*launch, str(path), "python", "-m", "ringtrain.train"], "got --tuned for ringtrain.train"),
-        (["bench", "startup", "--tuned", str(path)], "leave out --tuned, which is for ringtrain launch"),
+        ([*launch, str(path), "python", "own.py"], "expected the file best.json that ringtrain sweep has written"),
+        (["bench", "train", "--tuned", str(path)], "leave out --tuned, which is for ringtrain launch"),
     ):
         assert cli.main(words) == 2
         assert text in capsys.readouterr().err

@@ -189,12 +189,3 @@ def test_what_a_reader_sees():
     assert rows["cost"] == "1.66"
     assert "changes of ranks, up to the first step" not in rows
     assert time_use.parts_of({"r": Run("", "r", [], [], {}, {}, {}, [], [])}) == []  # type: ignore[arg-type]
-
-
-def test_text_for_prometheus():
-    run = {"run": 'a"b\n', "state": "running", "global_step": 7, "goodput": 0.5, "starts": 2, "seconds": {"steps": 1.5}}
-    lines = time_use.prometheus([run, {**run, "run": "c", "goodput": None, "seconds": {}}]).splitlines()
-    assert 'ringtrain_run_seconds{run="a\\"b\\n",part="steps"} 1.500' in lines
-    assert 'ringtrain_run_global_step{run="c"} 7' in lines
-    assert not any('ratio{run="c"' in line for line in lines)
-    assert len([line for line in lines if line.startswith("# TYPE")]) == 5

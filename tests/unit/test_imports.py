@@ -12,10 +12,10 @@ HEAVY = {"tensorflow", "keras", "horovod", "mpi4py", "pyspark"}
 LAUNCHING = [
     "cli",
     "function_call",
-    *(f"lab.{name}" for name in ("commands", "options", "jobs", "ranks", "stats", "tables", "plots")),
+    *(f"lab.{name}" for name in ("commands", "jobs", "ranks", "stats", "tables")),
     # MPI crashes at its end where TensorFlow has been loaded after it: bench allreduce.
-    *(f"lab.bench.{name}" for name in ("train", "allreduce", "peers", "startup", "checkpoint", "input")),
-    *(f"lab.{name}.cli" for name in ("tune", "sweep", "compare", "forecast", "simulate", "report")),
+    *(f"lab.bench.{name}" for name in ("train", "allreduce")),
+    *(f"lab.{name}.cli" for name in ("sweep", "report")),
 ]
 """modules of processes that start ranks or show results"""
 BEFORE_THE_CONFIGURATION = [

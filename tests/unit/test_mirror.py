@@ -17,8 +17,6 @@ import numpy as np
 import pytest
 
 from ringtrain.errors import CheckpointError, DataError, RunDirectoryError
-from ringtrain.lab.report import cli as report
-from ringtrain.lab.report import runs
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT
 from ringtrain.run import checkpoint, last_copy, lease, mirror
@@ -482,26 +480,3 @@ def test_what_cannot_be_written_or_reached_is_said_at_the_start(tmp_path):
         Mirror(str(tmp_path / "file"), "r")
     with pytest.raises(DataError, match="nonsense"):
         Mirror("nonsense://bucket/runs", "r")
-
-
-def test_runs_of_a_mirror_are_listed_and_reported(quick, tmp_path, capsys, monkeypatch):
-    run, there = saved(tmp_path / "runs" / "r", 10), tmp_path / "there"
-    saved(there / "other", 5)
-    record = {"global_step": 10, "epoch": 1, "loss": 0.25}
-    (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    copy = Mirror(str(there), "r")
-    copy.finish(run)
-    monkeypatch.chdir(tmp_path)
-    url = there.as_uri()
-    assert runs.main(runs.Options(folder=url, json=True)) == 0
-    found = {one["run"]: one for one in json.loads(capsys.readouterr().out)}
-    assert set(found) == {"r", "other"}
-    assert found["r"]["state"] == "running" and found["r"]["metrics"] == {"loss": 0.25}
-    assert found["r"]["folder"] == f"{url}/r"
-    copy.close()
-    runs.main(runs.Options(folder=url, json=True))
-    assert "running" not in capsys.readouterr().out
-    assert report.main(report.Options(run=(f"{url}/r",))) == 0
-    assert capsys.readouterr().out == "report.html\n" and "0.25" in (tmp_path / "report.html").read_text()
-    with pytest.raises(RunDirectoryError, match="holds no runs"):
-        runs.main(runs.Options(folder=(tmp_path / "nothing").as_uri()))

@@ -34,8 +34,7 @@ from ringtrain.cluster.plans import mpirun
 from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import CheckpointError, ConfigError, HostsError, LaunchError, RunDirectoryError
 from ringtrain.lab import jobs
-from ringtrain.lab.forecast import network, points, profile
-from ringtrain.lab.report import benches, postmortem, run_folder
+from ringtrain.lab.report import postmortem, run_folder
 from ringtrain.monitor import journal, trace
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT, MARK, PLAN
@@ -176,18 +175,6 @@ EVENTS: list[dict[str, Any]] = [
 ]
 STEPS = {"rank": 0, "offset_s": 0.0, "error_s": 0.1, "host": "a", "gradients": ["g"]}
 TIMELINE = [STEPS, [1, [1.0, 1.1, 1.2, 1.3, 1.4], [1.1], [1.2]]]
-PROFILE = {"name": "a", "batch_size": 8, "compute_s": 1.0, "gradients": [{"bytes": 4, "ready_s": 0.5}], "step_s": [1.0]}
-POINT = {"setup": "s", "model": "resnet50", "model_images_per_s": 100.0, "ranks": 2, "images_per_s": 150.0}
-SUMS = [
-    {"method": "MPI_Allreduce", "wire_bytes": size, "bytes": size, "seconds": {"median": 0.1}} for size in (8, 1024)
-]
-SPREAD = {"median": 2.0, "p10": 1.0, "p90": 3.0}
-BENCH = {
-    "bench": "train",
-    "time_s": 1.0,
-    "machine": {"host": "a", "versions": {"k": "3"}},
-    "results": [{"x_s": SPREAD}],
-}
 MANIFEST = {"format": 1, "files": {"missing": {"bytes": 1, "sha256": "x"}}, "metrics": {"accuracy": 0.5}}
 JSON: dict[str, tuple[Callable[[str, Path], Any], list[Any], tuple[type[Exception], ...]]] = {
     "plan": (read_plan, [{"size": 2, "hosts": [["a", 1], ["b", 1]], "source": "x"}], (ValueError,)),
@@ -204,17 +191,6 @@ JSON: dict[str, tuple[Callable[[str, Path], Any], list[Any], tuple[type[Exceptio
         (),
     ),
     "records": (read_records, [{"global_step": 1, "loss": 0.5}], ()),
-    "profile": (lambda text, _: profile.Profile.from_json(text), [PROFILE], (ConfigError,)),
-    "points": (lambda text, f: points.read_points(written(f, "p.json", text)), [{"points": [POINT]}], (ConfigError,)),
-    "link": (
-        lambda text, f: network.read_link(written(f, "l.json", text).name, 1e-6, f),
-        [
-            {"ring": {"links": [{"mb_per_s": 100.0, "latency_us": 20.0}]}},
-            {"bench": "allreduce", "results": SUMS, "options": {"num_ranks": 2}},
-        ],
-        (ConfigError,),
-    ),
-    "bench": (lambda text, folder: benches.read(written(folder, "b.json", text)), [BENCH], (LaunchError,)),
     "ring": (read_ring, [[["a", 1.0, 2.0], [3.0, 4.0]]], INVALID),
 }
 

@@ -72,7 +72,7 @@ def test_the_runs_of_a_script_hold_together_and_the_worst_one_is_named(tmp_path:
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "summary.json").write_text("{}")
-    start = outcomes.Start(tmp_path, tmp_path, of_script=True)
+    start = outcomes.Start(tmp_path, tmp_path)
 
     def of(holds_by_fit: dict[str, bool | None]) -> Check:
         (check,) = checks.of_fits(lambda one: Check("claim", holds_by_fit[one.fit], one.fit), start)

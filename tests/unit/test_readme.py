@@ -106,8 +106,6 @@ def test_a_folder_lists_its_files(folder: Path) -> None:
     docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
     listed = re.findall(r"^(\w+): +\S", docstring, re.MULTILINE)
     files = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
-    if folder.name == "bench":  # every file says in its first line what it is
-        listed = [path.stem for path in folder.glob("*.py") if path.read_text().startswith(f'"""bench {path.stem}: ')]
     assert sorted(listed) == sorted(files | {path.parent.name for path in folder.glob("*/__init__.py")})
 
 

@@ -13,8 +13,6 @@ import pytest
 
 from ringtrain import cli, config_io
 from ringtrain.config import Config, DataConfig, OptimizerConfig
-from ringtrain.lab import stats
-from ringtrain.lab.report import charts
 from ringtrain.monitor import journal
 
 VOID = {"meta", "br"}
@@ -85,7 +83,8 @@ def page_of(*words: object) -> Outline:
     assert cli.main(["report", *map(str, words)]) == 0
     out = Path(words[0]) / "report.html"
     text = out.read_text()
-    assert not re.search(r"https?:|\bsrc=|@import|url\(|\bNaN\b|\bnan\b|None", text)
+    linked = re.sub(r'xmlns(:xlink)?="[^"]*"|url\(#', "", text)  # names of SVG, and parts of a chart
+    assert not re.search(r"https?:|\bsrc=|@import|url\(|\bNaN\b|\bnan\b|None", linked)
     outline = Outline(text)
     assert outline.wrong == [] and "script" not in outline.seen
     return outline
@@ -119,7 +118,7 @@ def test_a_run_of_a_script_shows_its_validation(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text(records.replace("test_", "val_"))
     seen = page_of(folder)
     text = "\n".join(seen.text)
-    assert seen.seen.count("figure") == 5 and text.count("validation") == 4, "line and legend, of loss and of accuracy"
+    assert seen.seen.count("figure") == 5 and text.count("validation") == 2, "in the legends of loss and of accuracy"
     assert "val accuracy" in text and "test accuracy" not in text
 
 
@@ -174,25 +173,10 @@ def test_a_run_that_has_hardly_begun(tmp_path: Path, capsys: pytest.CaptureFixtu
     capsys.readouterr()
 
 
-def test_what_benches_wrote(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    spread = stats.Spread.of([0.001, 0.002, 0.003])
-    ranks = [{"num_ranks": number, "images_per_s": stats.Spread.of([100.0 * number])} for number in (1, 2, 4)]
-    peers = {"ringtrain": {"images_per_s": 10.0}, NASTY: {"images_per_s": 5.5}, "other": {"error": "does not\nrun"}}
-    results = {"step_s": spread, "parts_s": {"input": spread}, "scaling": ranks, "peers": peers, "list": [1, 2, 3]}
-    stats.write(tmp_path / "speed.json", "train", {}, results)
-    run = make_run(tmp_path / "run")
-    seen = page_of(run, tmp_path / "speed.json")
-    text = "\n".join(seen.text)
-    assert "bench train: speed.json" in text and "2 ms (1.2 to 2.8)" in text and seen.seen.count("figure") == 7
-    assert NASTY in text and "does not\nrun" in text
-    assert cli.main(["report", str(tmp_path / "speed.json"), "--out", str(tmp_path / "own.html")]) == 0
-    assert Outline((tmp_path / "own.html").read_text()).wrong == []
-    (tmp_path / "other.json").write_text("[]")
+def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    make_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
-    capsys.readouterr()
     for words, said in (
-        (["other.json"], "expected a file that ringtrain bench --out wrote"),
-        (["none.json"], "cannot be read"),
         (["empty"], "nothing of a run in it"),
         (["ru"], f"ru: nothing of a run in it: did you mean {tmp_path}/run?"),
         (["run", "--out", "none/x.html"], "cannot be written"),
@@ -201,18 +185,10 @@ def test_what_benches_wrote(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
         assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("low", "high"), [(0, 1), (0.3, 97), (1e-7, 3e-7), (5, 5), (0, 0), (-3, -3), (1e5, 1.2e5), (-1, 1e4)]
-)
-def test_ticks_are_few_and_hold_all(low: float, high: float) -> None:
-    found = charts.ticks(low, high)
-    assert 2 <= len(found) <= 8 and found[0] <= low and found[-1] >= high - 1e-12 and found == sorted({*found})
-
-
 def test_it_starts_without_tensorflow(tmp_path: Path) -> None:
     code = (
         "import sys; from ringtrain import cli; cli.main(sys.argv[1:]);"
-        "raise SystemExit(bool({'tensorflow', 'keras', 'numpy'} & {*sys.modules}))"
+        "raise SystemExit(bool({'tensorflow', 'keras'} & {*sys.modules}))"
     )
     words = [sys.executable, "-c", code, "report", str(make_run(tmp_path / "run"))]
     finished = subprocess.run(words, capture_output=True, text=True)

@@ -62,11 +62,11 @@ def test_slots_of_this_machine_are_known(master: str, slots: int | None) -> None
 
 
 def test_no_value_of_a_variable_is_on_the_command_line() -> None:
-    environment = {"PATH": "/bin", "WANDB_API_KEY": "hidden", "HOROVOD_CYCLE_TIME": "3", "OTHER": "other"}
-    job = Job(("python", "train.py"), 2, (), environment=environment, forward=("WANDB_API_KEY",), threads_per_rank=1)
+    environment = {"PATH": "/bin", "TRACKER_API_KEY": "hidden", "HOROVOD_CYCLE_TIME": "3", "OTHER": "other"}
+    job = Job(("python", "train.py"), 2, (), environment=environment, forward=("TRACKER_API_KEY",), threads_per_rank=1)
     made = plan(job, "spark://host:7077", ["spark.executor.memory=4g"], start_timeout_s=30)
     assert "hidden" not in made.shell()
-    names = "HOROVOD_CYCLE_TIME,OMP_NUM_THREADS,PATH,TF_NUM_INTEROP_THREADS,TF_NUM_INTRAOP_THREADS,WANDB_API_KEY"
+    names = "HOROVOD_CYCLE_TIME,OMP_NUM_THREADS,PATH,TF_NUM_INTEROP_THREADS,TF_NUM_INTRAOP_THREADS,TRACKER_API_KEY"
     assert made.argv[1:] == (
         *("-m", "ringtrain.cluster.spark.driver", "--num-ranks", "2", "--master", "spark://host:7077"),
         *(

@@ -24,7 +24,7 @@ import numpy as np
 from ringtrain import ring_allreduce
 from ringtrain.config import DeviceConfig
 from ringtrain.errors import LaunchError, OutOfSync
-from ringtrain.lab import plots, ranks, stats
+from ringtrain.lab import ranks, stats
 from ringtrain.lab.tables import Table
 from ringtrain.options import AT_LEAST_1, FILE, LIST, N
 
@@ -63,8 +63,6 @@ class Options:
     """measurements within a turn, which is a start of its own"""
     out: Annotated[str, FILE] = ""
     """write the results as JSON"""
-    plot: Annotated[str, FILE] = ""
-    """draw them as PNG"""
 
 
 def sizes(text: str) -> list[int]:
@@ -117,8 +115,6 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     if options.out:
         about = {"turns": options.turns, "repeats": options.repeats, "num_ranks": num_ranks}
         stats.write(Path(options.out), "allreduce", about, found)
-    if options.plot:
-        draw(found, num_ranks, Path(options.plot))
     return 0
 
 
@@ -192,25 +188,6 @@ def _rate_text(rate: stats.Spread) -> str:
     if rate.median >= 10:
         return rate.text(",.0f")
     return rate.text(".2f")
-
-
-def draw(found: Sequence[Mapping[str, Any]], num_ranks: int, path: Path) -> None:
-    """Draws bus bandwidth over size."""
-    axes, write_png = plots.canvas(f"allreduce, {num_ranks} ranks", "size", "bus bandwidth, GB/s")
-    for method in dict.fromkeys(one["method"] for one in found if one["method"] != NOTHING):
-        own = [one for one in found if one["method"] == method]
-        x = [one["bytes"] for one in own]
-        speed = [one["bus_gb_per_s"] for one in own]
-        median = [one.median for one in speed]
-        p10 = [one.p10 for one in speed]
-        p90 = [one.p90 for one in speed]
-        style = "--" if method in (COPY, LINK) else ".-"
-        (line,) = axes.plot(x, median, style, label=method)
-        axes.fill_between(x, p10, p90, color=line.get_color(), alpha=0.2)
-    every = sorted({one["bytes"] for one in found})
-    axes.set_xticks(every, labels=[size_text(size) for size in every], rotation=45, fontsize=8)
-    axes.minorticks_off()
-    write_png(path)
 
 
 def on_ranks(options: Options, train_args: Sequence[str]) -> dict[str, Any]:

@@ -10,37 +10,39 @@ each of which trains a model of its own without communicating: blocks of steps o
 from __future__ import annotations
 
 import itertools
-import json
+import os
+import signal
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-
 from ringtrain import config_io
 from ringtrain.cluster.launch import find_hosts
 from ringtrain.config import Config
-from ringtrain.lab import measured, plots, ranks, stats
-from ringtrain.lab.forecast import points
-from ringtrain.lab.forecast.profile import Gradient, Profile
-from ringtrain.lab.script import Script
+from ringtrain.errors import LaunchError
+from ringtrain.lab import jobs, ranks, stats
+from ringtrain.lab.report import run_folder
+from ringtrain.lab.report.run_folder import Run
+from ringtrain.lab.script import TRAINER, Script, runs_in, variables
 from ringtrain.lab.tables import Table
 from ringtrain.monitor.trace import PHASES
 from ringtrain.options import AT_LEAST_1, FILE, LIST, N
+from ringtrain.protocol.env import FOR_SCRIPT
+from ringtrain.protocol.for_script import ForScript
 
 if TYPE_CHECKING:
     import keras
 
 SPREADS = {"images_per_s": ",.0f", "images_per_s_alone": ",.0f", "ring_efficiency": ".3f"}
 """columns of the scaling table and their formats"""
-LINES = {"images_per_s_alone": ("as many processes alone", "--"), "images_per_s": ("ring", "-")}
-"""of the plot: label and style by column"""
 PARTS = ("input", "compute", "callbacks", "wait")
 """of a script's step"""
+QUIET = {"checkpoint.every_epochs": 0, "checkpoint.every_steps": 0}
+"""options of a script's run, which is thrown away"""
 WARM_STEPS = 3  # of each block
-PROFILE_WARM_STEPS = 120  # after which TensorFlow has learned that a note of the time costs nothing, and is not put off
 
 
 @dataclass(frozen=True)
@@ -48,27 +50,23 @@ class Options:
     """Options of the bench."""
 
     turns: Annotated[int, N, AT_LEAST_1] = 7
-    """measurements of each kind, in turns"""
+    """measurements of each kind, in turns; of a script epochs"""
     steps: Annotated[int, N, AT_LEAST_1] = 40
     """steps of a measurement"""
     ranks: Annotated[str, LIST] = ""
     """numbers of ranks to compare: 1,2,4 (-np alone; of a script 1 and -np)"""
     out: Annotated[str, FILE] = ""
     """write the results as JSON"""
-    plot: Annotated[str, FILE] = ""
-    """draw them as PNG"""
-    profile: Annotated[str, FILE] = ""
-    """for ringtrain forecast --profile FILE"""
 
 
 def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     """Measures, prints and writes."""
-    script = Script.of(start.train_args)
-    if script is not None:
-        return of_script(options, start, script)
-    numbers = points.parse_ranks(options.ranks) if options.ranks else [0]
+    if start.train_args and not start.train_args[0].startswith("-"):
+        if TRAINER in start.train_args:
+            raise LaunchError("got the trainer after --, expected its options alone: -- --config FILE")
+        return of_script(options, start, Script.of(start.train_args))
+    numbers = parse_ranks(options.ranks) or [0]
     found = [call(on_ranks, options, start.train_args, number) for number in numbers]
-    profiles = [results.pop("profile") for results in found]
     for results in found:
         show(results)
     table = []
@@ -81,71 +79,85 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
             speeds = [row[name].text(form) for name, form in SPREADS.items()]
             rows.append([str(row["num_ranks"]), *speeds])
         Table(head, rows, "scaling").show()
-    if options.profile:
-        Path(options.profile).write_text(json.dumps(profiles[0]) + "\n", encoding="utf-8")
     if options.out:
         about = {"steps": options.steps, "turns": options.turns}
         stats.write(Path(options.out), "train", about, {**found[-1], "scaling": table})
-    if options.plot:
-        draw(table, f"{found[0]['model']}, batch {found[0]['batch_size']} on each rank", Path(options.plot))
     return 0
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Numbers of ranks in a list such as 1,2,4."""
+    words = [word for word in text.split(",") if word]
+    if not all(word.isdigit() and int(word) > 0 for word in words):
+        raise LaunchError(f"got --ranks {text}, expected numbers above 0 such as 1,2,4")
+    return sorted({int(word) for word in words})
 
 
 def of_script(options: Options, start: ranks.Start, script: Script) -> int:
     """Measures a script on one rank and on more, prints and writes."""
     np = start.launch.np or sum(host.slots for host in find_hosts(start.launch)[0])
-    numbers = points.parse_ranks(options.ranks) if options.ranks else sorted({1, np})
-    common: dict[str, Any] = {"turns": options.turns, "steps": options.steps}
-    speeds = []
-    for number in numbers:
-        speeds.append(measured.measure(start, script, num_ranks=number, **common))
-    table = []
-    first = stats.Spread.of(speeds[0]["rows_per_s"]).median
-    for results in speeds:
-        speed = stats.Spread.of(results["rows_per_s"])
-        table.append(
-            {
-                "num_ranks": results["num_ranks"],
-                "rows_per_step": results["rows_per_step"],
-                "rows_per_s": speed,
-                "speed_up": speed.median / first,
-                "step_s": results["step_s"],
-                "parts_s": {part: results["parts"][f"{part}_s"] for part in PARTS},
-            }
-        )
+    numbers = parse_ranks(options.ranks) or sorted({1, np})
+    runs = [run_of(options, start, script, number) for number in numbers]
+    table: list[dict[str, Any]] = []
+    for run in runs:
+        speed = stats.Spread.of(speeds_of(run))
+        num_rows = run.numbers["global_batch_size"] // run.numbers["accumulation_steps"]
+        totals = run.summary["ranks"][0]["totals"]
+        row = {"num_ranks": run.summary["num_ranks"], "rows_per_step": num_rows, "rows_per_s": speed}
+        row |= {"speed_up": speed.median / (table[0]["rows_per_s"] if table else speed).median}
+        row |= {"step_s": num_rows / speed.median}
+        row |= {"parts_s": {part: totals[f"{part}_s"] / totals["num_steps"] for part in PARTS}}
+        table.append(row)
     head = ("ranks", "rows of a step", "rows/s", "speed-up", "step, ms", *(f"{part}, ms" for part in PARTS))
     rows = []
     for row in table:
         times = (row["step_s"], *row["parts_s"].values())
         shown = [str(row["num_ranks"]), str(row["rows_per_step"]), row["rows_per_s"].text(",.0f")]
         rows.append([*shown, f"{row['speed_up']:.2f}", *(f"{1e3 * seconds:.2f}" for seconds in times)])
-    title = f"{script.name}: first fit of {speeds[0]['model']}, steps in the middle of epochs; parts are rank 0's"
+    title = f"{script.name}: first fit of {runs[0].options['model.name']}, epochs after the first; parts are rank 0's"
     Table(head, rows, title).show()
-    if options.profile:
-        alone = measured.measure(start, script, num_ranks=1, profile=True, **common)
-        Path(options.profile).write_text(json.dumps(alone["profile"]) + "\n", encoding="utf-8")
     if options.out:
-        stats.write(Path(options.out), "train", {**common, "command": [*script.command]}, {"scaling": table})
-    if options.plot:
-        draw(table, title, Path(options.plot), {"rows_per_s": ("rows/s", "-")})
+        about = {"steps": options.steps, "turns": options.turns, "command": [*script.command]}
+        stats.write(Path(options.out), "train", about, {"scaling": table})
     return 0
 
 
-def draw(
-    table: Sequence[Mapping[str, Any]], title: str, path: Path, lines: Mapping[str, tuple[str, str]] = LINES
-) -> None:
-    """Draws speeds over ranks, from one row per number of ranks; lines: label and style by column."""
-    axes, write_png = plots.canvas(title, "ranks", "images/s", log=False)
-    num_ranks = [one["num_ranks"] for one in table]
-    for name, (label, line) in lines.items():
-        spreads = [one[name] for one in table]
-        middle = [one.median for one in spreads]
-        below = [one.median - one.p10 for one in spreads]
-        above = [one.p90 - one.median for one in spreads]
-        axes.errorbar(num_ranks, middle, yerr=[below, above], fmt=f"o{line}", capsize=3, label=label)
-    axes.set_xticks(num_ranks)
-    axes.set_ylim(bottom=0)
-    write_png(path)
+def run_of(options: Options, start: ranks.Start, script: Script, num_ranks: int) -> Run:
+    """First run of a short start of a script."""
+    with tempfile.TemporaryDirectory(prefix="ringtrain-bench-") as folder:
+        runs, log = Path(folder, "runs"), Path(folder, "log")
+        for_script = ForScript(
+            by="ringtrain bench train",
+            options=QUIET,
+            folder=str(runs),
+            epochs=options.turns + 1,
+            steps=options.steps,
+        )
+        words = [*start.launch_words, "-np", str(num_ranks), "--forward", FOR_SCRIPT]
+        process = jobs.start_launch(words, script.command, {**os.environ, **variables(for_script)}, log)
+        try:
+            code = process.wait()
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.wait()
+        if code:
+            raise LaunchError(f"bench train: {script.name}: {jobs.reason_of(log, code)}")
+        found = runs_in(runs)
+        if not found:
+            raise LaunchError(
+                f"bench train: {script.name} has trained no epoch by ringtrain.fit; or {folder} on rank 0's host is not"
+                " this one: start from that host, or set TMPDIR to a folder that both see"
+            )
+        return run_folder.read(found[0])
+
+
+def speeds_of(run: Run) -> list[float]:
+    """Rows/s of the epochs of a run, without the first if there are others."""
+    speeds = [record["images_per_s"] for record in run.epochs if record.get("images_per_s")]
+    if not speeds:
+        raise LaunchError(f"bench train: {run.name}: no epoch has enough steps to be measured: expected 2 or more")
+    return speeds[1:] or speeds
 
 
 def show(found: dict[str, Any]) -> None:
@@ -221,52 +233,7 @@ def measure(config: Config, num_steps: int, turns: int) -> dict[str, Any]:
         "step_s": stats.Spread.of(watch.steps),
         "parts_s": {part: stats.Spread.of(watch.parts[part]) for part in PHASES},
         "step_alone_s": stats.Spread.of(kinds["alone"][2].steps),
-        "profile": profile_of(config, alone, batches, num_steps, float(np.mean(kinds["alone"][2].steps))),
     }
-
-
-def profile_of(config: Config, model: keras.Model, batches: Any, num_steps: int, step_s: float) -> Profile:
-    """Profiles when each gradient is ready while all ranks compute without communication. A collective.
-
-    Args:
-        model: compiled, and not distributed.
-        step_s: mean time of a step of fit; what it takes besides the gradients is the update's.
-    """
-    import tensorflow as tf
-
-    from ringtrain import hvd
-
-    variables = model.trainable_variables
-
-    @tf.function
-    def step(x: Any, y: Any) -> Any:
-        with tf.control_dependencies([x, y]):
-            begin_s = tf.timestamp()
-        with tf.control_dependencies([begin_s]):
-            x = tf.identity(x)
-        with tf.GradientTape() as tape:
-            loss = model.compute_loss(x=x, y=y, y_pred=model(x, training=True))
-        gradients = tape.gradient(loss, [variable.value for variable in variables])
-        ready_s = [hvd.step_timing.clock_after(gradient) for gradient in gradients]
-        with tf.control_dependencies(ready_s):  # a lone thread might else come to them after the update
-            model.optimizer.apply([tf.identity(gradient) for gradient in gradients], variables)
-        return tf.stack([begin_s, *ready_s])
-
-    rows = []
-    hvd.allreduce([0.0], name="ringtrain_bench_profile")
-    for x, y in batches.take(PROFILE_WARM_STEPS + num_steps):
-        moments = step(x, y).numpy()
-        rows.append(moments[1:] - moments[0])
-    ready = np.median(np.array(rows[PROFILE_WARM_STEPS:]), axis=0)
-    computed = [float(row.max()) for row in rows[PROFILE_WARM_STEPS:]]
-    compute_s = float(np.mean(computed))
-    gradients = []
-    for variable, at in zip(variables, ready, strict=True):
-        num_bytes, ready_s = 4 * int(np.prod(variable.shape)), min(float(at), compute_s)
-        gradients.append(Gradient(num_bytes, ready_s, variable.path, tuple(variable.shape)))
-    name, batch_size = config.model.name, config.train.batch_size
-    update_s = max(0.0, step_s - compute_s)
-    return Profile(name, batch_size, compute_s, tuple(gradients), update_s, step_s=tuple(computed))
 
 
 class Stopwatch:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringtrain.lab.prove.outcomes import Outcome, Start
-from ringtrain.lab.prove.suspects import Suspect, named
 from ringtrain.protocol.json_text import parse_json
 
 TOLERANCES = {"float64": 1e-9, "float32": 2e-3}
@@ -25,8 +24,6 @@ NO_MEAN = (
 NO_SUM = "likely a metric that is no sum over rows"
 NO_FIRST_SEED = "the first weights differ: call keras.utils.set_random_seed(1) before the model is built"
 OWN_BATCHES = "each rank has batches of its own"
-IN_TRAINING = ("callback", "layer", "loss", "model", "optimizer")
-IN_DATA = ("data", "script")
 NOT_SAVED = (
     "likely random numbers of tf.random or NumPy in place of Keras' seed generators, or a callback with a state that"
     " changes training: no checkpoint holds these"
@@ -84,10 +81,7 @@ def like_one_process(precision: str, one: Outcome, ranks: Outcome, part: Outcome
     evidence = f"{distance:.1e} apart, at most {limit:.0e}; a process with a part of each batch only: {wrong:.1e}"
     if distance > limit:
         told = [phrase for phrase in ranks.told() if "rank's rows" in phrase]
-        lines = named(one.suspects(), "writes", "random", roles=IN_TRAINING) or named(
-            one.suspects(), "is", roles=("loss", "optimizer", "model")
-        )
-        evidence += f"; {'; '.join(told) or NO_MEAN}{lines}"
+        evidence += f"; {'; '.join(told) or NO_MEAN}"
     elif wrong <= limit:
         evidence += "; the job changes its weights too little to tell: try a larger learning rate"
         return [Check(claim, None, evidence)]
@@ -124,23 +118,8 @@ def same_metrics(precision: str, one: Outcome, ranks: Outcome, where: str = "") 
     worst = max(apart_by_name, key=lambda name: apart_by_name[name])
     holds = apart_by_name[worst] <= max(TOLERANCES[precision], 1e-6)  # metrics are float32 at best
     evidence = f"{', '.join(sorted(apart_by_name))}: at most {apart_by_name[worst]:.1e} apart ({worst})"
-    why = "" if holds else f"; {_of_metric(worst, one.suspects())}"
+    why = "" if holds else f"; {NO_SUM}"
     return Check(claim, holds, evidence + why)
-
-
-def _of_metric(name: str, suspects: Sequence[Suspect]) -> str:
-    """Likely reason why a metric differs, with the lines of the script."""
-    own = name.removeprefix("val_").removeprefix("test_")
-    for kinds in (("clock", "random"), ("is",)):
-        lines = named(suspects, *kinds, roles=("metric",), name=own)
-        if not lines and kinds != ("is",):  # of what else writes logs
-            lines = named(suspects, *kinds, roles=("metric", "callback", "model"))
-        if lines:
-            what = "no sum over rows:"
-            if kinds != ("is",):
-                what = "a clock or random numbers in"
-            return f"likely {what} {lines.removeprefix('; likely ')}"
-    return NO_SUM
 
 
 def every_sample_once(one: Outcome, ranks: Outcome, where: str = "") -> Check:
@@ -158,7 +137,7 @@ def every_sample_once(one: Outcome, ranks: Outcome, where: str = "") -> Check:
                 claim,
                 False,
                 f"epoch {epoch + 1}: {missing.total()} of {rows.total()} samples that one process trains are missing,"
-                f" {more.total()} are others: {NOT_SEEDED}{named(one.suspects(), 'order', 'random', roles=IN_DATA)}",
+                f" {more.total()} are others: {NOT_SEEDED}",
             )
     num_samples = max(rows.total() for rows in expected.values())
     return Check(claim, True, f"{len(expected)} epochs of {num_samples} samples, by their checksums")
@@ -168,31 +147,29 @@ def same_bits(claim: str, first: Outcome, second: Outcome, again: Outcome | None
     """Check that two runs are equal; `again`: a repetition of the first, which tells why they are not."""
     error = first.error or second.error
     if error:
-        return Check(claim, False, error + _why_on_ranks(error, first.suspects()))
+        return Check(claim, False, error + _why_on_ranks(error))
     difference = first.same_bits(second)
     if not difference:
         return Check(claim, True, "equal in every bit: weights, slots, metrics")
-    suspects = first.suspects()
     if difference.startswith("metric "):
-        return Check(claim, False, f"{difference}; {_of_metric(difference.split()[1], suspects)}")
+        return Check(claim, False, f"{difference}; {NO_SUM}, or one that reads a clock")
     if again is not None and not again.error and not first.same_bits(again):
-        lines = named(suspects, "random", "clock", roles=IN_TRAINING) or named(suspects, "is", roles=("callback",))
-        return Check(claim, False, f"{difference}; two equal runs are equal: {NOT_SAVED}{lines}")
+        return Check(claim, False, f"{difference}; two equal runs are equal: {NOT_SAVED}")
     if again is not None and not again.error:
         difference += "; even two equal runs differ"
     return Check(claim, False, f"{difference}; {_why_not_again(first, second)}")
 
 
 def _why_not_again(first: Outcome, second: Outcome) -> str:
-    """Likely reason why two equal runs differ, with the lines of the script."""
-    suspects, reasons = first.suspects(), []
+    """Likely reason why two equal runs differ."""
+    reasons = []
     weights = [one.first("first_weights") for one in (first, second)]
     if weights[0] != weights[1]:
         reasons.append(NO_FIRST_SEED)
     if first.orders() and first.orders() != second.orders():
-        reasons.append("other rows, or in another order" + named(suspects, "order", "random", roles=IN_DATA))
+        reasons.append("other rows, or in another order")
     if not reasons:
-        return NOT_SEEDED + named(suspects, "random", "clock", roles=IN_TRAINING)
+        return NOT_SEEDED
     return "; ".join(reasons)
 
 
@@ -208,19 +185,17 @@ def same_bits_as_it_is(claim: str, first: Outcome, as_it_is: Outcome, again: Out
     return Check(claim, False, f"{check.evidence}; also with a seed that is set before the script{why}")
 
 
-def fails_on_ranks(num_ranks: int, error: str, suspects: Sequence[Suspect] = ()) -> Check:
+def fails_on_ranks(num_ranks: int, error: str) -> Check:
     """The job trains on one process, but not on several."""
-    return Check(f"the job trains on {num_ranks} ranks", False, error + _why_on_ranks(error, suspects))
+    return Check(f"the job trains on {num_ranks} ranks", False, error + _why_on_ranks(error))
 
 
-def _why_on_ranks(error: str, suspects: Sequence[Suspect]) -> str:
-    """Likely reason why ranks fail, with the lines of the script."""
+def _why_on_ranks(error: str) -> str:
+    """Likely reason why ranks fail."""
     if any(words in error for words in ("data than", "data (fit", "other batches")):
-        reason = "likely a data function that shuffles or draws without a seed, or divides the rows by itself"
-        return f"; {reason}{named(suspects, 'order', 'random', roles=(*IN_DATA, 'callback'))}"
+        return "; likely a data function that shuffles or draws without a seed, or divides the rows by itself"
     if "out of step" in error:
-        reason = "likely a callback or layer that changes weights on one rank"
-        return f"; {reason}{named(suspects, 'writes', 'random', roles=IN_TRAINING)}"
+        return "; likely a callback or layer that changes weights on one rank"
     return ""
 
 

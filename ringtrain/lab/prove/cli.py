@@ -1,6 +1,6 @@
 """ringtrain prove: puts a job to the test in short runs, and writes down what holds.
 
-ringtrain prove -np 2 -- --config config.toml
+ringtrain prove -np 2 -- python -m ringtrain.train --config config.toml
 ringtrain prove -np 2 -- python own.py
 """
 
@@ -54,22 +54,16 @@ def main(options: Options, start: ranks.Start, _: ranks.Call) -> int:
     num_ranks = start.launch.np or sum(host.slots for host in start.hosts)
     if num_ranks < 2:
         raise LaunchError(f"got {num_ranks} rank, expected 2 or more, whose result is compared with one process: -np 2")
-    words = start.train_args
-    script = Script.of(words)
-    kind: kinds.Kind
-    if script is not None:
-        kind, folder, advice = kinds.ScriptJob.of(script, options.steps, num_ranks), Path("runs", "prove"), ""
-    else:
-        configured = kinds.ConfiguredJob.of(words, options.steps, num_ranks, least_virtual(num_ranks))
-        run = configured.base.run
-        kind, folder, advice = configured, Path(run.directory) / (run.name or "prove"), "give another --run.name, or "
+    job = kinds.Job(Script.of(start.train_args), options.steps, num_ranks)
+    job.check()
+    folder = Path("runs", "prove")
     if folder.exists() and not (folder / MARK).exists():
-        raise LaunchError(f"{folder}: exists already and is no proof: {advice}delete it")
+        raise LaunchError(f"{folder}: exists already and is no proof: delete it")
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "starts").mkdir(parents=True)
     (folder / MARK).touch()
-    found = Proof(start, kind, num_ranks, folder).checks()
-    show(found, options, words, num_ranks)
+    found = Proof(start, job, num_ranks, folder).checks()
+    show(found, options, start.train_args, num_ranks)
     return 0 if checks.verdict(found) else 1
 
 
@@ -78,7 +72,7 @@ class Proof:
     """Starts of a job in a folder."""
 
     start: ranks.Start
-    kind: kinds.Kind
+    job: kinds.Job
     num_ranks: int
     folder: Path
     expected: list[str] = field(default_factory=list)
@@ -91,7 +85,7 @@ class Proof:
         # One process is what all others are compared with; a part of its batches, what they must not be equal to.
         one = self.run("one", 1, PLAIN)
         told: list[Check] = []
-        if one.error and self.kind.of_script and one.fits:
+        if one.error and one.fits:
             text = f"after {', '.join(one.fits)}, which are compared: {one.error}"
             told, self.expected = [Check("the script ends without an error", None, text)], one.fits
             one = replace(one, error="")
@@ -103,24 +97,22 @@ class Proof:
             )
         several = self.run("ranks", num, PLAIN | EXACT)
         if several.error:
-            suspects = []
-            for fit in one.fits:
-                suspects += one.outcome(fit).suspects()
-            return [*told, checks.fails_on_ranks(num, several.error, suspects)]
+            return [*told, checks.fails_on_ranks(num, several.error)]
         part = self.run("part", 1, PLAIN, is_part=True)
         found = self.like_one_process(one, several, part)
-        if self.kind.of_script:
+        if not self.job.script.is_trainer:  # whose batch is that of one rank
             found += self.other_number(num + 1, one, part)
 
         # The other comparisons are between runs with the job's own options.
-        off = self.kind.changed(one)
+        off = self.job.changed(one)
         if off:
             several = self.run("ranks-as-configured", num, EXACT)
             found = [replace(check, evidence=f"{check.evidence}; without {', '.join(off)}") for check in found]
         rows = checks.of_fits(checks.every_sample_once, one, several)
         found = [*checks.of_fits(checks.in_sync, several), *rows, *found]
         twice, again = self.twice(several)
-        found += [*twice, *self.control(one, several, part)]
+        claim = "negative control: a process with a part of each batch is another"
+        found += [*twice, *checks.of_fits(partial(checks.control, claim), one, part)]
         return [*told, *found, *self.killed(several, again), *self.virtual_ranks()]
 
     def like_one_process(self, one: Start, several: Start, part: Start) -> list[Check]:
@@ -149,27 +141,14 @@ class Proof:
         return [*rows, *weights]
 
     def twice(self, several: Start) -> tuple[list[Check], Start]:
-        """Compares two equal starts; returns also the second one. Those of a script are made without our seed first."""
+        """Compares two equal starts, the second one without our seed; returns it, or one with it if they differ."""
         claim, num = "two equal runs", self.num_ranks
-        if not self.kind.of_script:
-            again = self.run("again", num, EXACT)
-            return checks.of_fits(partial(checks.same_bits, claim), several, again), again
         as_it_is = self.run("as-it-is", num, EXACT, is_seeded=False)
         found = checks.of_fits(partial(checks.same_bits, claim), several, as_it_is)
         if checks.verdict(found):
             return found, as_it_is
         again = self.run("again", num, EXACT)
         return checks.of_fits(partial(checks.same_bits_as_it_is, claim), several, as_it_is, again), again
-
-    def control(self, one: Start, several: Start, part: Start) -> list[Check]:
-        """Compares runs that must differ."""
-        another = self.kind.another(self.num_ranks)
-        if another is None:
-            claim = "negative control: a process with a part of each batch is another"
-            return checks.of_fits(partial(checks.control, claim), one, part)
-        seed = self.start_of(replace(another, options={**EXACT, **another.options}))
-        claim = "negative control: a run with another seed is another"
-        return checks.of_fits(partial(checks.control, claim), several, seed)
 
     def killed(self, several: Start, again: Start) -> list[Check]:
         """Stops and kills the job, and resumes it, until it has ended."""
@@ -181,7 +160,7 @@ class Proof:
         faults = f"rank=0 step={steps // 4} mode=sigterm, rank={self.num_ranks - 1} step={kill_at} mode=sigkill"
         often = {"checkpoint.every_steps": 1, "health.agree_every_steps": 1, "chaos": faults}
         codes: list[int] = []
-        # Each run of a script is stopped and killed once.
+        # Each run is stopped and killed once.
         while len(codes) < 2 * len(several.fits) + 1 and 0 not in codes:
             attempt = self.run("killed", self.num_ranks, EXACT | often)
             codes.append(attempt.code)
@@ -189,13 +168,10 @@ class Proof:
 
     def virtual_ranks(self) -> list[Check]:
         """Compares runs with virtual ranks on one process and on several."""
-        numbers = sorted({2, self.num_ranks, *([self.num_ranks + 1] if self.kind.of_script else [])})
-        virtual = least_virtual(numbers[-1])
+        numbers = sorted({2, self.num_ranks, self.num_ranks + 1})
+        virtual = kinds.least_virtual(numbers[-1])
         options = {"train.virtual_ranks": virtual}
         claim = "the same bits on any number of ranks"
-        refused = self.kind.refused(options)
-        if refused:
-            return [Check(claim, None, refused)]
         alone = self.run("virtual-1", 1, options)
         if "virtual_ranks" in alone.error or "virtual ranks" in alone.error:
             return [Check(claim, None, alone.error)]
@@ -206,15 +182,11 @@ class Proof:
         return found
 
     def run(self, name: str, num_ranks: int, options: Mapping[str, Any], **how: Any) -> Start:
-        """Starts the job once, or resumes it."""
-        return self.start_of(kinds.Variant(name=name, num_ranks=num_ranks, options=options, **how))
-
-    def start_of(self, variant: kinds.Variant) -> Start:
-        """Starts a variant of the job, and waits for its end."""
-        name, num_ranks = variant.name, variant.num_ranks
+        """Starts the job once, or resumes it, and waits for its end."""
+        variant = kinds.Variant(name=name, num_ranks=num_ranks, options=options, **how)
         folder, recordings = self.folder / name, (self.folder / "recorded" / name).absolute()
         recordings.mkdir(parents=True, exist_ok=True)
-        command, environ = self.kind.command(variant, folder)
+        command, environ = self.job.command(variant, folder)
         launch = [*self.start.launch_words, "-np", str(num_ranks)]
         if num_ranks > self.num_ranks:
             launch.append("--oversubscribe")
@@ -225,15 +197,10 @@ class Proof:
         processes.say(f"prove: {name}, {counted(num_ranks, 'rank')}")
         code = jobs.start_launch(launch, command, {**os.environ, **environ}, log).wait()
         error = jobs.reason_of(log, code) if code else ""
-        start = Start(folder, recordings, self.kind.of_script, error, code)
+        start = Start(folder, recordings, error, code)
         if code not in SIGNALED and self.expected and set(self.expected) <= set(start.fits):
             return replace(start, error="", code=0)
         return start
-
-
-def least_virtual(num_ranks: int) -> int:
-    """Least number of virtual ranks for a number of ranks."""
-    return 1 << (num_ranks - 1).bit_length()
 
 
 def show(found: Sequence[Check], options: Options, command: Sequence[str], num_ranks: int) -> None:

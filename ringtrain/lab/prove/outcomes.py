@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.lab.prove.suspects import Suspect
 from ringtrain.protocol.json_text import parse_json
 from ringtrain.run import checkpoint
 
@@ -35,7 +34,7 @@ class Outcome:
     recordings: Path = Path()
     """folder of what `rows.Rows` has written on all ranks"""
     fit: str = ""
-    """name of the run, if it is one of a script's"""
+    """name of the run"""
 
     @functools.cached_property
     def last(self) -> checkpoint.Checkpoint:
@@ -96,10 +95,6 @@ class Outcome:
         """Rows in the order in which they were trained, by rank and epoch."""
         return [line["rows"] for line in self.recorded() if "rows" in line]
 
-    def suspects(self) -> list[Suspect]:
-        """Lines of the script that may be at fault."""
-        return [Suspect(**one) for one in self.first("suspects") or ()]
-
     def told(self) -> list[str]:
         """Parts of the model whose results are not those of one process, from the summary, a phrase each."""
         summary = parse_json((self.folder / "summary.json").read_text(encoding="utf-8"))
@@ -136,20 +131,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Start:
-    """A start of the job, which has one run, or one for each `ringtrain.fit` of a script."""
+    """A start of the job, which has a run for each `ringtrain.fit` of a script."""
 
     folder: Path
-    """of the run, or of those of a script"""
+    """of the runs"""
     recordings: Path
-    of_script: bool = False
     error: str = ""
     code: int = 0
 
     @property
     def fits(self) -> list[str]:
         """Names of the runs, in the order in which they have ended."""
-        if not self.of_script:
-            return [""]
         files = sorted(self.folder.rglob("summary.json"), key=lambda file: file.stat().st_mtime)
         return [str(file.parent.relative_to(self.folder)) for file in files]
 

@@ -1,4 +1,4 @@
-"""Keras callback that records the rows that a rank trains, and what its model and script have."""
+"""Keras callback that records the rows that a rank trains, and what its model has."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,8 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from ringtrain import hvd
 from ringtrain.hvd.keras_patches import layers_of, reduction_of
 from ringtrain.hvd.train_step import TrainStep, has_layer, wrap
-from ringtrain.lab.prove import suspects
 from ringtrain.protocol.env import PROVE
+from ringtrain.protocol.for_script import RUN
 
 if TYPE_CHECKING:
     from ringtrain.data import FitArguments
@@ -28,20 +27,24 @@ if TYPE_CHECKING:
 def observe(
     name: str, model: keras.Model, arguments: FitArguments, options: Mapping[str, Any]
 ) -> list[keras.callbacks.Callback]:
-    """Callback for a `ringtrain.fit` of a script, whose code is searched for what may go wrong."""
-    facts = {"options": dict(options), "suspects": [asdict(one) for one in suspects.of_script(model, arguments)]}
-    return [Rows(name, facts)]
+    """Callback for a `ringtrain.fit` of a script."""
+    return [Rows(name, {"options": dict(options)})]
+
+
+def of_trainer() -> keras.callbacks.Callback:
+    """Callback for the run of the trainer."""
+    return Rows(RUN, {})
 
 
 class Rows(keras.callbacks.Callback):
     """Writes a line per epoch with the checksums of all rows that this rank has trained, to a file of its own.
 
     Args:
-        fit: Name of the run, if a script has several.
+        fit: Name of the run.
         facts: To be recorded once.
     """
 
-    def __init__(self, fit: str = "", facts: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, fit: str, facts: Mapping[str, Any]) -> None:
         super().__init__()
         self.fit, self._facts = fit, facts
         self.seen: list[int] = []
@@ -55,8 +58,7 @@ class Rows(keras.callbacks.Callback):
         wrap(model, "rows", self._recorded)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if self._facts is not None:
-            self._write({**self._facts, "first_weights": _checksum(self.model.trainable_variables)})
+        self._write({**self._facts, "first_weights": _checksum(self.model.trainable_variables)})
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._numbers is None:

@@ -1,14 +1,11 @@
-"""`ringtrain report`: runs and benches as one HTML page or Markdown.
+"""`ringtrain report`: runs as one HTML page or Markdown.
 
 cli:            the command, and its sections
 runs:           `ringtrain runs`: the runs of a folder, the newest first
-remote:         runs behind a URL
 run_folder:     reads a run folder, also of a killed run
 curves:         curves, and what a step's time went into
-metrics_server: metrics of runs over HTTP
 time_use:       where the time of a run went, and what it has cost
-benches:        files of `ringtrain bench --out` as tables
 postmortem:     all ranks' journals as one table, with a verdict
 html:           tables and charts as one HTML file, or Markdown
-charts:         lines and stacked bars as inline SVG
+charts:         lines and stacked bars as SVG by matplotlib
 """

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ringtrain.errors import LaunchError, RunDirectoryError
-from ringtrain.lab.report import benches, curves, html, postmortem, remote, run_folder, runs, time_use
-from ringtrain.lab.report.charts import number
+from ringtrain.lab.report import curves, html, postmortem, run_folder, runs, time_use
 from ringtrain.lab.report.html import Note, Section
 from ringtrain.lab.report.run_folder import Run
-from ringtrain.lab.tables import Table, counted
+from ringtrain.lab.tables import Table, counted, number
 from ringtrain.monitor import journal, trace
 from ringtrain.options import AT_LEAST_0, FILE, Argument
 
@@ -28,7 +27,7 @@ class Options:
     """Options of the command."""
 
     run: Annotated[tuple[str, ...], Argument("RUN", is_positional=True)] = ()
-    """folder of a run (the newest in runs), its URL in a mirror, or a file that bench --out wrote"""
+    """folder of a run (the newest in runs)"""
     out: Annotated[str, FILE] = ""
     """write it there (report.html in the first folder)"""
     markdown: bool = False
@@ -42,52 +41,34 @@ class Options:
 
 
 def main(options: Options) -> int:
-    """Reads runs and files of ringtrain bench, and writes a page about them."""
+    """Reads runs, and writes a page about them."""
     words = options.run or (str(runs.newest()),)
     if options.post_mortem and len(words) != 1:
         raise LaunchError(f"got {len(words)} runs, --post-mortem is about one")
     if options.timeline and len(words) != 1:
         raise LaunchError(f"got {len(words)} runs, --timeline is about one")
-    with remote.local(words) as paths:
-        if options.post_mortem:
-            postmortem.show(paths[0])
-        elif options.timeline:
-            num_ranks = trace.merge(paths[0] / trace.PARTS, Path(options.timeline))
-            print(f"{options.timeline}: {num_ranks} ranks; open it in https://ui.perfetto.dev")
-        else:
-            _report(options, paths, of_url=remote.is_url(words[0]))
+    paths = [Path(word) for word in words]
+    if options.post_mortem:
+        postmortem.show(paths[0])
+    elif options.timeline:
+        num_ranks = trace.merge(paths[0] / trace.PARTS, Path(options.timeline))
+        print(f"{options.timeline}: {num_ranks} ranks; open it in https://ui.perfetto.dev")
+    else:
+        _report(options, [run_folder.read(path) for path in paths])
     return 0
 
 
-def _report(options: Options, paths: Sequence[Path], of_url: bool) -> None:
-    """Prints or writes a report; of a URL's runs in the current folder, unless --out names another file."""
-    files = [path for path in paths if path.suffix == ".json" and not path.is_dir()]
-    found = [run_folder.read(path) for path in paths if path not in files]
-    measurements = [benches.read(file) for file in files]
-    names = names_of(found)
-    page: list[Section] = []
-    if found:
-        page += sections(found, options.price)
-    if measurements:
-        names.append("measurements")
-        page += measurements
-    title = ", ".join(names)
-
+def _report(options: Options, found: Sequence[Run]) -> None:
+    """Prints or writes a report."""
+    title, page = ", ".join(names_of(found)), sections(found, options.price)
     if options.markdown:
         print(journal.printable(html.markdown(title, page)), end="")
-        if options.out:
-            _write(Path(options.out), title, page)
-        return
-    if options.out:
-        out = Path(options.out)
-    elif of_url:
-        out = Path(PAGE)
-    elif found:
-        out = found[0].folder / PAGE
-    else:
-        out = paths[0].parent / PAGE
+        if not options.out:
+            return
+    out = Path(options.out) if options.out else found[0].folder / PAGE
     _write(out, title, page)
-    print(journal.printable(str(out)))
+    if not options.markdown:
+        print(journal.printable(str(out)))
 
 
 def write_page(folder: Path) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ringtrain.lab.report.charts import Bars, Chart, Line, number
+from ringtrain.lab.report.charts import Bars, Chart, Line
 from ringtrain.lab.report.html import Part
 from ringtrain.lab.report.run_folder import Run
-from ringtrain.lab.tables import Table
+from ringtrain.lab.tables import Table, number
 from ringtrain.run.run_folder import NO_METRICS
 
 PARTS = {"input": "input_s", "compute": "compute_s", "callbacks": "callbacks_s", "waiting": "wait_s"}
@@ -103,9 +103,9 @@ def _speed_chart(named: Mapping[str, Run]) -> Chart:
     return Chart(f"speed of all ranks, {unit}/s", "epoch", lines, _restarts(named), RESTARTED, from_zero=True)
 
 
-def _line(name: str, run: Run, records: Sequence[Mapping[str, Any]], key: str, colour: int) -> Line:
+def _line(name: str, run: Run, records: Sequence[Mapping[str, Any]], key: str, color: int) -> Line:
     points = [(_epoch(run, record), record[key]) for record in records if key in record]
-    return Line(name, points, colour)
+    return Line(name, points, color)
 
 
 def _restarts(named: Mapping[str, Run]) -> list[tuple[float, int]]:

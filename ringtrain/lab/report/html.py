@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from ringtrain.lab.report.charts import Bars, Chart, draw, draw_bars
+from ringtrain.lab.report.charts import Bars, Chart, draw
 from ringtrain.lab.tables import Table, plain
 
 
@@ -68,10 +68,8 @@ def _parts(parts: Sequence[Part]) -> list[str]:
 
 def _element(part: Part) -> str:
     match part:
-        case Chart():
+        case Chart() | Bars():
             return draw(part)
-        case Bars():
-            return draw_bars(part)
         case Table():
             return _table(part)
         case Note():

@@ -77,8 +77,7 @@ def read(folder: Path) -> Run:
         near = _newest_near(folder)
         advice = f"did you mean {near}? " if near else ""
         raise RunDirectoryError(
-            f"{folder}: nothing of a run in it: {advice}expected the folder that a"
-            f" run names at its end, or a file that ringtrain bench --out wrote"
+            f"{folder}: nothing of a run in it: {advice}expected the folder that a run names at its end"
         )
     summary = _mapping(texts.get("summary.json", ""))
     options, numbers = _configuration(texts.get("config.toml", ""))

@@ -12,16 +12,14 @@ from typing import Annotated, Any
 
 from ringtrain.errors import RunDirectoryError
 from ringtrain.lab import jobs, tables
-from ringtrain.lab.report import curves, postmortem, remote, run_folder, time_use
-from ringtrain.lab.report.charts import number
-from ringtrain.lab.report.metrics_server import MetricsServer
+from ringtrain.lab.report import curves, postmortem, run_folder
 from ringtrain.lab.report.run_folder import Run
+from ringtrain.lab.tables import number
 from ringtrain.monitor import goodput
-from ringtrain.options import Argument, NotWith, Rule
-from ringtrain.run.run_folder import NO_METRICS, is_leased, is_locked, plain
+from ringtrain.options import Argument
+from ringtrain.run.run_folder import NO_METRICS, is_locked, plain
 
 RUNS = "runs"
-PORT = Rule("0 to 65535", lambda value: 0 <= value <= 65535, {"minimum": 0, "maximum": 65535})
 MAX_METRICS = 3
 """number of metrics with a column, those of most runs"""
 
@@ -31,27 +29,16 @@ class Options:
     """Options of the command."""
 
     folder: Annotated[str, Argument("FOLDER", is_positional=True)] = RUNS
-    """folder that holds runs, or the URL of their mirror"""
+    """folder that holds runs"""
     json: bool = False
     """print a list of JSON objects, with all metrics"""
-    prometheus: bool = False
-    """print progress and goodput for Prometheus, e.g. for the textfile collector of its node exporter"""
-    metrics_port: Annotated[int | None, Argument("PORT"), PORT, NotWith("json")] = None
-    """answer Prometheus with them, at http://127.0.0.1:PORT/metrics, until it is stopped; 0: any free port"""
 
 
 def main(options: Options) -> int:
     """Prints a line per run."""
-    if options.metrics_port is not None:
-        with MetricsServer(options.metrics_port, lambda: time_use.prometheus(listed(options.folder))) as server:
-            print(server.url, flush=True)
-            server.serve_forever()
-        return 0
-    runs = listed(options.folder)
+    runs = [facts(one) for one in runs_in(Path(options.folder))]
     if options.json:
         print(json.dumps([plain(run) for run in runs], indent=1, ensure_ascii=False))
-    elif options.prometheus:
-        print(time_use.prometheus(runs), end="")
     elif not runs:
         raise RunDirectoryError(_why_none(options.folder))
     else:
@@ -61,8 +48,6 @@ def main(options: Options) -> int:
 
 def _why_none(folder: str) -> str:
     """Why a folder has no runs, and where they may be."""
-    if remote.is_url(folder):
-        return f"{folder}: holds no runs: give the URL of a mirror"
     path = Path(folder).absolute()
     if (path / "config.toml").exists():
         return f"{folder}: is a run: give the folder that it is in, {path.parent}"
@@ -70,17 +55,6 @@ def _why_none(folder: str) -> str:
         return f"{path}: does not exist, but {path.parent} holds runs: ringtrain runs ."
     problem = "holds no runs" if path.exists() else "does not exist"
     return f"{path}: {problem}: change to the directory in which the job was started, or give a path"
-
-
-def listed(folder: str) -> list[dict[str, Any]]:
-    """Facts of the runs of a folder or mirror, the newest first."""
-    with remote.local([folder]) as (parent,):
-        runs = [facts(one) for one in runs_in(parent)]
-    if remote.is_url(folder):
-        # Not that of the temporary copy.
-        for run in runs:
-            run["folder"] = f"{folder.rstrip('/')}/{run['run']}"
-    return runs
 
 
 def newest(parent: Path = Path(RUNS)) -> Path:
@@ -146,7 +120,7 @@ def _last_speed(records: Sequence[Mapping[str, Any]]) -> float | None:
 
 def state_of(run: Run) -> str:
     """State of a run in a word, in `ringtrain runs` and reports."""
-    if is_locked(run.folder) or is_leased(run.folder):
+    if is_locked(run.folder):
         return "running"
     if run.events:
         return postmortem.state(run.events)

@@ -1,11 +1,11 @@
-"""Where the time of runs went, and what it has cost: a section of the report, and text for Prometheus."""
+"""Where the time of runs went, and what it has cost: a section of the report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
-from ringtrain.lab.report.html import Bars, Part
+from ringtrain.lab.report.charts import Bars
+from ringtrain.lab.report.html import Part
 from ringtrain.lab.report.run_folder import Run
 from ringtrain.lab.tables import Table
 from ringtrain.monitor import goodput
@@ -17,14 +17,6 @@ MEANING = (
     " from the launch of the run to the last entry of rank 0's journal. A process that is killed usually loses"
     " its last 10 s, or 1 % of its training."
 )
-HELP = {
-    "ringtrain_run_seconds": "time of a run by part, over all of its starts",
-    "ringtrain_run_goodput_ratio": "share of steps that count",
-    "ringtrain_run_starts": "starts of a run",
-    "ringtrain_run_global_step": "steps that a run has trained",
-    "ringtrain_run_is_running": "1 while a run's folder is locked",
-}
-"""metrics of `prometheus`"""
 
 
 def parts_of(named: Mapping[str, Run], price: float = 0.0) -> list[Part]:
@@ -67,27 +59,3 @@ def _interval(spent: Goodput) -> str:
     if spent.best_interval_s:
         return duration(spent.best_interval_s)
     return ""
-
-
-def prometheus(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Text of the runs that `ringtrain runs` lists, in Prometheus' exposition format."""
-    samples: dict[str, list[str]] = {name: [] for name in HELP}
-    for run in runs:
-        label = f'run="{_escaped(run["run"])}"'
-        for part, seconds in run["seconds"].items():
-            samples["ringtrain_run_seconds"].append(f'{{{label},part="{part}"}} {seconds:.3f}')
-        if run["goodput"] is not None:
-            samples["ringtrain_run_goodput_ratio"].append(f"{{{label}}} {run['goodput']:.4f}")
-            samples["ringtrain_run_starts"].append(f"{{{label}}} {run['starts']}")
-        samples["ringtrain_run_global_step"].append(f"{{{label}}} {run['global_step']}")
-        samples["ringtrain_run_is_running"].append(f"{{{label}}} {int(run['state'] == 'running')}")
-    lines = []
-    for name, values in samples.items():
-        if values:
-            lines += [f"# HELP {name} {HELP[name]}", f"# TYPE {name} gauge"]
-            lines += [name + value for value in values]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -5,6 +5,6 @@ runner:   runs trials in parallel, each on its own slots
 trials:   what a trial trains: a configuration, or a script
 space:    the file of values and ranges
 study:    what to try next, in Optuna's storage
-progress: the live table, results and plots
+progress: what is printed
 ensemble: averaged prediction of the best models
 """

@@ -1,6 +1,6 @@
 """ringtrain sweep: trains with many values of some options and reports the best.
 
-    ringtrain sweep --space space.toml --trials 20 -H localhost:2 -- --config configs/digits.toml
+    ringtrain sweep --space space.toml -H localhost:2 -- python -m ringtrain.train --config configs/digits.toml
     ringtrain sweep --space space.toml --set "--lr={learning_rate}" -H localhost:2 -- python own.py
 
 Each trial is a ring on its own slots. Optuna keeps trials and results in the sweep's folder: the same command resumes
@@ -16,24 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from ringtrain import config_io
 from ringtrain.cluster.launch_options import LaunchOptions
-from ringtrain.config import Config, with_values
 from ringtrain.derived import lower_is_better
 from ringtrain.errors import HostsError, LaunchError, RunDirectoryError
 from ringtrain.lab import jobs, ranks, stats
-from ringtrain.lab.script import Script
+from ringtrain.lab.script import Script, runs_in
 from ringtrain.lab.sweep import progress, runner, space
 from ringtrain.lab.sweep.study import FILE as STUDY_FILE
 from ringtrain.lab.sweep.study import Study, Trial
-from ringtrain.lab.sweep.trials import ConfiguredTrials, ScriptTrials, Trials
+from ringtrain.lab.sweep.trials import Trials
 from ringtrain.lab.tables import Table
 from ringtrain.options import AT_LEAST_0, AT_LEAST_1, FILE, NAME, Argument, N
-from ringtrain.run import setup
 
 DEFAULT_TRIALS = 20
-NAMES = {"data.name", "model.name", "model.metrics", "train.callbacks"}
-"""options whose values are names to resolve"""
 REPORTED = 3
 """number of best trials that the final hint compares"""
 
@@ -56,10 +51,10 @@ class Options:
     """also evaluate the averaged prediction of the best K"""
     set: Annotated[tuple[str, ...], Argument("TEMPLATE", is_repeated=True, may_be_option=True)] = ()
     """arguments of the script with a trial's values, such as "--lr={learning_rate}"; may be repeated"""
-    monitor: Annotated[str, NAME] = ""
-    """metric to compare trials by (train.monitor; of a script val_loss)"""
+    objective: Annotated[str, NAME] = ""
+    """metric of an epoch, or images_per_s, to compare trials by (val_loss; of the trainer test_loss)"""
     folder: Annotated[str, Argument("DIR")] = ""
-    """of the sweep of a script (runs/sweep- and the name of its space)"""
+    """of the sweep (runs/sweep- and the name of its space)"""
 
 
 @dataclass(frozen=True)
@@ -86,17 +81,13 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     refuse(start.launch)
     path, began_s = Path(options.space), time.monotonic()
     script = Script.of(start.train_args)
-    found = space.read(path, for_script=script is not None)
-    job: Trials
-    if script is not None:
-        if options.ensemble:
-            raise LaunchError("got --ensemble with a script, whose test data it alone has: load its runs' model.keras")
-        job = ScriptTrials(script, options.set, options.monitor, [name for name in found if "." not in name])
-        folder = Path(options.folder or f"runs/sweep-{path.stem}")
-    else:
-        base = checked_base(options, start.train_args, found)
-        job = ConfiguredTrials(base)
-        folder = Path(base.run.directory) / (base.run.name or f"sweep-{path.stem}")
+    if options.ensemble and not script.is_trainer:
+        raise LaunchError("got --ensemble with a script, whose test data it alone has: load its runs' model.keras")
+    found = space.read(path, script.is_trainer)
+    objective = options.objective or ("test_loss" if script.is_trainer else "val_loss")
+    own = [] if script.is_trainer else [name for name in found if "." not in name]
+    job = Trials(script, options.set, objective, own)
+    folder = Path(options.folder or f"runs/sweep-{path.stem}")
     points = space.grid(path, found) if options.sampler == "grid" else []
     if points:
         most = min(options.trials or len(points), len(points))
@@ -107,62 +98,25 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     if num_ranks > num_slots:
         listed = ",".join(map(str, hosts))
         raise HostsError(f"got --ranks-per-trial {num_ranks}, but {num_slots} slots in all ({listed}): name more hosts")
-    monitor = job.monitor
-    minimize = lower_is_better(monitor)
+    minimize = lower_is_better(objective)
     folder.mkdir(parents=True, exist_ok=True)
     with jobs.held(folder / "lock") as lock:
         if lock is None:
-            raise RunDirectoryError(f"{folder}: another ringtrain sweep works there: wait, or give another {job.fix}")
+            raise RunDirectoryError(f"{folder}: another ringtrain sweep works there: wait, or give another --folder")
         claim(folder, options, job, found)
-        study = Study(folder, found, options.sampler, options.prune, minimize, job.seed, points)
+        study = Study(folder, found, options.sampler, options.prune, minimize, points)
         before = {one.number for one in study.trials() if one.state != "running"}
-        with progress.Shown(study, most, monitor) as shown:
-            aim = "lowest" if minimize else "highest"
-            shown.say(f"{most} trials in {folder}, for the {aim} {monitor} of the last epoch")
-            also = ""
-            if isinstance(job, ConfiguredTrials):
-                also = scales_rate(job.base, found)
-            if also:
-                shown.say(also)
-            sweep = runner.Sweep(folder, study, job, most, num_ranks, hosts, start.launch_words, shown)
-            sweep.go()
-            if sweep.stopped_by:
-                name = signal.Signals(sweep.stopped_by).name
-                shown.say(f"stopped by {name}; the same command goes on")
-                return 128 + sweep.stopped_by
+        shown = progress.Shown(objective)
+        aim = "lowest" if minimize else "highest"
+        shown.say(f"{most} trials in {folder}, for the {aim} {objective} of the last epoch")
+        sweep = runner.Sweep(folder, study, job, most, num_ranks, hosts, start.launch_words, shown)
+        sweep.go()
+        if sweep.stopped_by:
+            name = signal.Signals(sweep.stopped_by).name
+            shown.say(f"stopped by {name}; the same command goes on")
+            return 128 + sweep.stopped_by
         wall_s, new = time.monotonic() - began_s, [one for one in study.trials() if one.number not in before]
         return conclude(folder, study, job, options, found, speed_of(new, wall_s, num_slots // num_ranks), call)
-
-
-def checked_base(options: Options, words: Sequence[str], found: space.Space) -> Config:
-    """Configuration that all trials have in common. Raises an error for a misspelt name before anything starts."""
-    for flag, value in (("--set", options.set), ("--folder", options.folder)):
-        if value:
-            raise LaunchError(f"got {flag}, which is for a script after --: leave it out")
-    base = config_io.read(words)
-    if options.monitor:
-        base = with_values(base, {"train.monitor": options.monitor})
-    if base.run.resume != "auto":
-        raise LaunchError("got run.resume: trials go on by themselves: leave it out; run.init_from gives weights")
-    setup.find(base)
-    for option in NAMES & found.keys():
-        for value in found[option].points() or ():
-            setup.find(with_values(base, {option: value}))
-    return base
-
-
-def scales_rate(base: Config, found: space.Space) -> str:
-    """Sentence on options of a space that change the learning rate, too, or ""."""
-    batches = [option for option in ("train.batch_size", "optimizer.accumulation_steps") if option in found]
-    scaling = base.optimizer.learning_rate_scaling
-    if not batches or scaling == "none" or "optimizer.learning_rate_scaling" in found:
-        return ""
-    verb = "changes" if len(batches) == 1 else "change"
-    return (
-        f"{' and '.join(batches)} also {verb} the learning rate"
-        f" (optimizer.learning_rate_scaling {scaling}), see the column trained rate; to keep the rate, add"
-        " --optimizer.learning-rate-scaling none after --"
-    )
 
 
 def refuse(launch: LaunchOptions) -> None:
@@ -170,7 +124,7 @@ def refuse(launch: LaunchOptions) -> None:
     for name, why in {
         "np": "a trial's ranks are --ranks-per-trial",
         "output": "each trial keeps its logs in its folder",
-        "timeline": "all trials would write that file: give --tracking.timeline-steps after --",
+        "timeline": "all trials would write that file: give tracking.timeline_steps to the script",
         "oversubscribe": "trials take the slots that there are",
     }.items():
         if getattr(launch, name):
@@ -190,9 +144,9 @@ def claim(folder: Path, options: Options, job: Trials, found: space.Space) -> No
     if not (folder / STUDY_FILE).exists() and any(folder.glob("trial-*")):
         raise LaunchError(
             f"{folder}: holds trials without {STUDY_FILE}, which says what was done: delete it, or give another"
-            f" {job.fix}"
+            " --folder"
         )
-    jobs.claim(folder / "sweep.json", own, "sweep", job.fix)
+    jobs.claim(folder / "sweep.json", own, "sweep")
 
 
 def speed_of(new: Sequence[Trial], wall_s: float, at_once: int) -> dict[str, Any]:
@@ -211,11 +165,11 @@ def conclude(
     speed: Mapping[str, Any],
     call: ranks.Call,
 ) -> int:
-    """Writes results, the best configuration and plots, and prints their paths."""
-    trials, best, monitor = study.trials(), study.best(), job.monitor
-    progress.show(trials, best, monitor, list(found))
+    """Writes the results and the best values, and prints them."""
+    trials, best, objective = study.trials(), study.best(), job.objective
+    progress.show(trials, best, objective, list(found))
     results = {
-        "monitor": monitor,
+        "objective": objective,
         "direction": "minimize" if study.minimize else "maximize",
         "best": best[0].number if best else None,
         "speed": speed,
@@ -227,21 +181,18 @@ def conclude(
         reasons = sorted({str(one.facts.get("reason")) for one in trials if one.state == "failed"})
         reason = reasons[0] if reasons else "all pruned"
         raise LaunchError(f"none of {len(trials)} trials completed; e.g.: {reason}")
-    launch = job.write_best(folder, best[0], len(trials), options.ranks_per_trial)
-    pictures = progress.draw(folder, trials, monitor, study.minimize, found)
+    launch = job.write_best(folder, best[0], options.ranks_per_trial)
     runs = []
     for one in best:
-        runs += [str(run) for run in job.runs(folder / f"trial-{one.number:04d}")[-1:]]
+        runs += [str(run) for run in runs_in(folder / f"trial-{one.number:04d}")[-1:]]
     if speed["over_ideal"]:
         print(
             f"{speed['trials']} trials in {speed['wall_s']:.1f} s: {speed['over_ideal']:.3f} of the"
             f" {speed['sum_of_trials_s']:.1f} s of all together over {speed['at_once']} at a time"
         )
-    print(
-        f"best: trial {best[0].number}, {monitor} {progress.number(best[0].value)}: {progress.in_words(best[0].values)}"
-    )
+    value = progress.number(best[0].value)
+    print(f"best: trial {best[0].number}, {objective} {value}: {progress.in_words(best[0].values)}")
     print(f"  {launch}")
-    print(f"pictures: {' '.join(map(str, pictures))}")
     print(f"compare: ringtrain report {' '.join(runs[:REPORTED])}")
     if options.ensemble:
         if options.ensemble > len(best):

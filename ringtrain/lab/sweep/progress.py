@@ -1,47 +1,26 @@
-"""Output of a sweep: a live table or log lines while it runs, then tables and plots."""
+"""Output of a sweep: lines while it runs, then tables."""
 
 from __future__ import annotations
 
 import json
-import math
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.lab import plots
-from ringtrain.lab.sweep.space import Range, Space
 from ringtrain.lab.tables import Table, counted
 
 if TYPE_CHECKING:
     from ringtrain.lab.sweep.runner import Running
-    from ringtrain.lab.sweep.study import Study, Trial
-
-BEST = 5
-"""best trials shown while it runs"""
-REDRAW_S = 0.5
+    from ringtrain.lab.sweep.study import Trial
 
 
 class Shown:
-    """Progress of a sweep on standard error, as a context manager."""
+    """Progress of a sweep on standard error."""
 
-    def __init__(self, study: Study, most: int, monitor: str) -> None:
+    def __init__(self, objective: str) -> None:
         from rich.console import Console
-        from rich.live import Live
 
-        self.study, self.most, self.monitor = study, most, monitor
+        self.objective = objective
         self.console = Console(stderr=True)
-        # Only this thread draws, since trials are started by forking.
-        self.live = Live(console=self.console, auto_refresh=False, transient=True)
-        self.drawn_s = 0.0
-
-    def __enter__(self) -> Shown:
-        if self.console.is_terminal:
-            self.live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.live.stop()
 
     def say(self, text: str) -> None:
         """Prints a permanent line."""
@@ -54,33 +33,10 @@ class Shown:
 
     def ended(self, one: Trial) -> None:
         """Reports the result of a trial."""
-        how = {"complete": f"{self.monitor} {number(one.value)}", "failed": str(one.facts.get("reason"))}
+        how = {"complete": f"{self.objective} {number(one.value)}", "failed": str(one.facts.get("reason"))}
         after = f" after {counted(one.epochs, 'epoch')}" if one.epochs else ""
         seconds = f", {one.facts['seconds']:.1f} s" if "seconds" in one.facts else ""
         self.say(f"trial {one.number} {one.state}{after}{seconds}: {how.get(one.state) or in_words(one.values)}")
-
-    def update(self, running: Sequence[Running]) -> None:
-        """Redraws the table, at most every REDRAW_S seconds."""
-        if not self.console.is_terminal or time.monotonic() < self.drawn_s + REDRAW_S:
-            return
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        self.drawn_s = time.monotonic()
-        trials, best = self.study.trials(), self.study.best()[:BEST]
-        states = [one.state for one in trials]
-        counts = ", ".join(f"{states.count(state)} {state}" for state in ("running", "complete", "pruned", "failed"))
-        table = RichTable(
-            "trial", "", self.monitor, "epochs", "s", "values", title=f"{counts}, of {self.most}", box=None
-        )
-        for one in running:
-            cells = [str(one.trial.number), "running", number(one.value), str(one.epoch), f"{one.seconds:.0f}"]
-            table.add_row(*cells, Text(in_words(one.values), overflow="ellipsis", no_wrap=True))
-        for done in best:
-            cells = [str(done.number), "best" if done == best[0] else "", number(done.value), str(done.epochs)]
-            seconds = f"{done.facts.get('seconds', 0):.0f}"
-            table.add_row(*cells, seconds, Text(in_words(done.values), overflow="ellipsis", no_wrap=True), style="dim")
-        self.live.update(table, refresh=True)
 
 
 def in_words(values: Mapping[str, Any]) -> str:
@@ -116,39 +72,3 @@ def show(trials: Sequence[Trial], best: Sequence[Trial], monitor: str, options: 
     for one in rest:
         if one.state == "failed":
             print(f"trial {one.number} failed: {one.facts.get('reason')}")
-
-
-def draw(folder: Path, trials: Sequence[Trial], monitor: str, minimize: bool, space: Space) -> list[Path]:
-    """Draws the objective over trials and over each option, and returns the paths of the plots."""
-    known = [one for one in trials if one.value is not None and math.isfinite(one.value)]
-    complete = [one for one in known if one.state == "complete"]
-    written = []
-    for name, one in {"objective": None, **space}.items():
-        x = name if one else "trial"
-        axes, write_png = plots.canvas(f"{monitor} by {x}", x, monitor, log=False)
-        texts: dict[str, int] = {}
-        if one and not isinstance(one, Range) and not all(type(value) in (int, float) for value in one.values):
-            texts = {number(value): place for place, value in enumerate(one.values)}
-            axes.set_xticks([*texts.values()], [*texts])
-        if isinstance(one, Range) and one.log:
-            axes.set_xscale("log")
-        for state, mark in (("complete", "o"), ("pruned", "x")):
-            shown = [trial for trial in known if trial.state == state]
-            if one:
-                shown = [trial for trial in shown if name in trial.values]
-                places = [trial.values[name] for trial in shown]
-            else:
-                places = [trial.number for trial in shown]
-            if texts:
-                places = [texts[number(value)] for value in places]
-            axes.plot(places, [each.value for each in shown], mark, label=f"{state} ({len(shown)})")
-        if not one:
-            pick = min if minimize else max
-            best: list[Any] = []
-            for each in complete:
-                best.append(pick([*best[-1:], each.value]))
-            axes.step([each.number for each in complete], best, where="post", label="best so far")
-            axes.xaxis.get_major_locator().set_params(integer=True)
-        written.append(folder / f"{name}.png")
-        write_png(written[-1])
-    return written

@@ -15,7 +15,6 @@ from typing import Any
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.restart import ASKED_TO_STOP
 from ringtrain.config import nearest
-from ringtrain.errors import ConfigError
 from ringtrain.lab import jobs, script
 from ringtrain.lab.jobs import Place
 from ringtrain.lab.sweep import trials
@@ -97,7 +96,6 @@ class Sweep:
                     self._follow(one)
                     if code is not None:
                         self._end(one, code)
-                self.shown.update(self.running)
         finally:
             self._stop()
             for one in self.running:
@@ -133,7 +131,7 @@ class Sweep:
         return not self.no_more
 
     def _begin(self, trial: Any, place: Place) -> bool:
-        """Starts a trial, or records its result if it is already finished."""
+        """Starts a trial, or records that it was pruned before."""
         name = f"trial-{trial.number:04d}"
         starts = self.folder / "starts"
         starts.mkdir(exist_ok=True)
@@ -148,18 +146,10 @@ class Sweep:
             if one.stopped_at:
                 self._finish(trial, values, "pruned")
                 return True
-            if self.job.is_done(own):
-                self._follow(one)
-                self._judge(one, 0)
-                return True
-            try:
-                start = self.job.start(own, starts, values)
-            except ConfigError as error:
-                self._finish(trial, values, "failed", reason=str(error))
-                return True
+            command, variables = self.job.start(own, values)
             words = [*self.launch_words, *jobs.words_of(place, self.hosts)]
-            environ = {**self._environ(place), **start.environ}
-            one.process = jobs.start_launch(words, start.command, environ, log, [lock])
+            environ = {**self._environ(place), **variables}
+            one.process = jobs.start_launch(words, command, environ, log, [lock])
         for host, taken in place.items():
             self.free[host] -= {*taken}
         self.running.append(one)
@@ -178,7 +168,7 @@ class Sweep:
 
     def _follow(self, one: Running) -> None:
         """Reports new epochs of a trial and stops it if Optuna prunes it."""
-        runs = self.job.runs(one.folder)
+        runs = script.runs_in(one.folder)
         seen: dict[Path, tuple[float, int]] = {}
         for run in runs:
             with contextlib.suppress(FileNotFoundError):
@@ -187,14 +177,14 @@ class Sweep:
         if one.seen == seen:
             return
         one.seen = seen
-        for epoch, value in trials.epochs_of(runs, self.job.monitor):
+        for epoch, value in trials.epochs_of(runs, self.job.objective):
             one.value = value
             if epoch <= one.epoch:
                 continue
             one.epoch = epoch
             reported = math.nan if value is None else value
             enough = self.study.report(one.trial, epoch, reported)
-            if enough and not one.stopped_at and one.process and epoch < self.job.num_epochs(one.values):
+            if enough and not one.stopped_at and one.process:
                 one.stopped_at = epoch
                 one.trial.set_user_attr("stopped_at", epoch)
                 one.process.send_signal(signal.SIGTERM)
@@ -214,7 +204,7 @@ class Sweep:
         self._judge(one, code)
 
     def _judge(self, one: Running, code: int) -> None:
-        runs = self.job.runs(one.folder)
+        runs = script.runs_in(one.folder)
         rate = trials.rate_of(runs)
         facts: dict[str, Any] = {"seconds": round(one.seconds, 3), "where": one.where, "learning_rate": rate}
         if code and one.stopped_at:
@@ -224,12 +214,12 @@ class Sweep:
         elif one.value is None or not math.isfinite(one.value):
             why = "it ended before its first epoch"
             if one.epoch:
-                why = f"its last epoch has no {self.job.monitor}"
+                why = f"its last epoch has no {self.job.objective}"
             if not runs:
                 why = "it has recorded no epoch: expected a script that calls ringtrain.fit"
             recorded = script.metrics_of(runs[-1]) if runs else []
-            if recorded and self.job.monitor not in recorded:
-                why = f"it has no {self.job.monitor}: {nearest(self.job.monitor, recorded)}"
+            if recorded and self.job.objective not in recorded:
+                why = f"it has no {self.job.objective}: {nearest(self.job.objective, recorded)}"
             self._finish(one.trial, one.values, "failed", reason=why, **facts)
         else:
             self._finish(one.trial, one.values, "complete", one.value, **facts)

@@ -1,6 +1,6 @@
-"""Search space of a sweep: TOML file whose keys are options of ringtrain.train, each with a list of values or a range.
+"""Search space of a sweep: TOML file whose keys are options, each with a list of values or a range.
 
-For a script, names without a section are the script's own: learning_rate = [0.1, 0.01].
+For a script other than the trainer, names without a section are the script's own: learning_rate = [0.1, 0.01].
 
 "optimizer.name" = ["sgd", "adam"]
 
@@ -73,18 +73,19 @@ Space = Mapping[str, Choice | Range]
 """values or range of each option, by dotted name"""
 
 
-def read(path: Path, for_script: bool = False) -> Space:
+def read(path: Path, is_trainer: bool) -> Space:
     """Reads a search space.
 
     Args:
-        for_script: Names without a section are the script's own values, others options of `ringtrain.fit`.
+        is_trainer: All names are options of `ringtrain.train`. Else those without a section are the script's own
+            values, others options of `ringtrain.fit`.
     """
     types = option_types()
     found: dict[str, Choice | Range] = {}
     for key, value in _entries(path):
         option = key.replace("-", "_")
-        is_own = for_script and "." not in option
-        if for_script and not is_own:
+        is_own = not is_trainer and "." not in option
+        if not is_trainer and not is_own:
             check_option(option, str(path))
         elif not is_own and option not in types:
             raise ConfigError(f"{path}: unknown option {key}: {nearest(option, list(types))}")

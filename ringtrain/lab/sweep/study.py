@@ -52,7 +52,6 @@ class Study:
         sampler: str,
         prune: str,
         minimize: bool,
-        seed: int,
         points: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         try:
@@ -74,7 +73,7 @@ class Study:
             load_if_exists=True,
         )
         # A sampler that is created again must not repeat earlier draws.
-        own_seed = (seed + 1_000_003 * len(self._all())) % 2**32
+        own_seed = 1_000_003 * len(self._all()) % 2**32
         if sampler == "tpe":
             self.study.sampler = optuna.samplers.TPESampler(seed=own_seed, constant_liar=True)
         else:

@@ -1,29 +1,33 @@
-"""bench peers: the same training by ringtrain, by hand, by TensorFlow's strategies and PyTorch, on this host.
+"""The same training by ringtrain, by hand, by TensorFlow's strategies and PyTorch, in turns, on this host.
 
-Each run has its own start. The alternatives are in benchmarks/peers of the repository, which is not installed.
+    python benchmarks/measure_peers.py --turns 3 --out peers.json -- --model.name peers.models:wide_mlp
+
+Options of ringtrain.train after `--` are for all of them. Each run has its own start.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from ringtrain.cluster.hosts import parse_hosts
+from peers.one_start import WARM_STEPS, OneStart, on_ranks
+
+from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.errors import LaunchError
 from ringtrain.lab import ranks, stats
-from ringtrain.lab.peer_start import WARM_STEPS, OneStart, on_ranks
 from ringtrain.lab.tables import Table
-from ringtrain.options import AT_LEAST_1, FILE, LIST, N
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+BENCHMARKS = Path(__file__).parent
 COMMON = (
     "--model.name",
     "cnn",
@@ -102,31 +106,26 @@ ONE_PROCESS = ("fit-alone", "ringtrain-alone")
 """peers whose speed times the number of workers is an efficiency of 1: the first that was run"""
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of the bench."""
-
-    turns: Annotated[int, N, AT_LEAST_1] = 5
-    """measurements of each kind, in turns"""
-    steps: Annotated[int, N, AT_LEAST_1] = 60
-    """steps of a measurement"""
-    peers: Annotated[str, LIST] = ""
-    """some of them: ringtrain,by-hand,towers (all)"""
-    limit: Annotated[int, N, AT_LEAST_1] = 120
-    """seconds that one start may take"""
-    out: Annotated[str, FILE] = ""
-    """write the results as JSON"""
-
-
-def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
+def main(argv: Sequence[str]) -> int:
     """Measures, prints and writes."""
-    names = options.peers.split(",") if options.peers else list(PEERS)
-    unknown = [name for name in names if name not in PEERS]
-    if unknown:
-        raise LaunchError(f"got --peers {unknown[0]}, expected some of {','.join(PEERS)}")
-    workers = num_workers(start)
-    call = ranks.caller(start.oversubscribed())  # for the parameter server, which mostly waits
-    train_args = [*COMMON, *start.train_args]
+    own, more = [*argv], []
+    if "--" in own:
+        own, more = own[: own.index("--")], own[own.index("--") + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2, help="of one thread each, but for those of one process")
+    parser.add_argument("--turns", type=int, default=5, help="measurements of each kind")
+    parser.add_argument("--steps", type=int, default=60, help="of a measurement")
+    parser.add_argument("--peers", default=",".join(PEERS), help="some of them: ringtrain,by-hand,towers (all)")
+    parser.add_argument("--limit", type=int, default=120, help="seconds that one start may take")
+    parser.add_argument("--out", help="write the results as JSON")
+    options = parser.parse_args(own)
+    names, workers = options.peers.split(","), options.workers
+    for name in names:
+        if name not in PEERS:
+            parser.error(f"got --peers {name}, expected some of {','.join(PEERS)}")
+    # More ranks than slots, for the parameter server, which mostly waits.
+    call = ranks.caller(ranks.Start("peers", LaunchOptions(hosts=f"localhost:{workers}", oversubscribe=True)))
+    train_args = [*COMMON, *more]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in range(options.turns):
         for name, before in runs.items():
@@ -142,27 +141,16 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     return 0
 
 
-def num_workers(start: ranks.Start) -> int:
-    """Number of workers: -np, else the slots of the hosts, else 2."""
-    if start.launch.np:
-        return start.launch.np
-    if start.launch.hosts:
-        return sum(host.slots for host in parse_hosts(start.launch.hosts))
-    return 2
-
-
 def train_once(
-    peer: Peer, workers: int, options: Options, train_args: Sequence[str], call: ranks.Call
+    peer: Peer, workers: int, options: argparse.Namespace, train_args: Sequence[str], call: ranks.Call
 ) -> dict[str, Any]:
     """Runs one start: images_per_s, losses and checksums of all copies of the weights; or the first error."""
-    if peer.run and not BENCHMARKS.is_dir():
-        return {"error": f"{BENCHMARKS} is missing: it is not installed, run from a checkout of ringtrain's repository"}
     workers = 1 if peer.alone else workers
     num_ranks = peer.ranks(workers)
     with tempfile.TemporaryDirectory(prefix="ringtrain-peers-") as folder:
         ports = free_ports(workers + 2)
         one = OneStart(peer.run, workers, num_ranks, ports, options.steps, options.limit, folder, time.time())
-        path = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])  # for peers.models
+        path = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
         environ = {**QUIET, "KERAS_BACKEND": peer.backend, "PYTHONPATH": path}
         failure = ""
         try:
@@ -274,3 +262,7 @@ def show(found: dict[str, dict[str, Any]], title: str) -> None:
     head = ("", "images/s", "of ringtrain's", "efficiency", "first step (s)", "memory (MB)", "loss", "weights")
     Table(head, rows, title).show()
     print("\n".join(notes))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""One start of a peer of `ringtrain bench peers`, on its ranks: trains, and records steps, losses and checksums."""
+"""One start of a peer, on its ranks: trains, and records steps, losses and checksums."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class End:
 def _enough(config: Config, options: OneStart) -> Config:
     """Sets as many samples as one epoch of these steps needs."""
     if config.data.name != "synthetic":
-        raise ConfigError(f"data.name: got {config.data.name}, expected synthetic, of which bench peers makes enough")
+        raise ConfigError(f"data.name: got {config.data.name}, expected synthetic, of which a start makes enough")
     num_train = (WARM_STEPS + options.steps) * config.train.batch_size * options.workers
     data = dataclasses.replace(config.data, num_samples=-(-8 * num_train // 7))  # an eighth is for the test
     return dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, epochs=1))
