@@ -2,7 +2,7 @@
 
 python tests/pages.py            # runs the README's script on two ranks, and writes the picture to docs/images/
 
-docs/images/report.png is a part of that run's report.html, as a browser shows it.
+docs/images/report.png has the first charts of that run's report.
 """
 
 from __future__ import annotations
