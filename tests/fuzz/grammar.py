@@ -117,7 +117,7 @@ def job(seed: int, given: Mapping[str, int | str] | None = None) -> Job:
     """The job of a seed, with the options of the choices that are given."""
     draw = Draw(seed, given or {})
     task = TASKS[draw("task", *TASKS)]
-    policy = draw("policy", "float64", "float32", "mixed_float16", "mixed_bfloat16", often=30)
+    policy = draw("policy", "float64", "float32", "mixed_float16", "mixed_bfloat16", often=60)
     if policy != "float64":
         draw.unequal(f"rounding of {policy}")
     nest = draw("nest", "dict", "list", often=3)
@@ -180,6 +180,11 @@ LAYER_CLASSES = {
         "        self.add_loss(0.01 * ops.mean(ops.square(x)))",
         "        return x",
     ),
+    "UnseededNoise": (
+        "class UnseededNoise(layers.Layer):",
+        "    def call(self, x, training=False):",
+        "        return x + 0.1 * keras.random.normal(ops.shape(x), dtype=x.dtype) if training else x",
+    ),
     "Attend": (
         "class Attend(layers.Layer):",
         "    def __init__(self):",
@@ -213,14 +218,17 @@ MIDDLES = (
     "Counting()",
     "Temperature()",
     "Penalty()",
-    "MovingMean()",
     "layers.EinsumDense('bi,io->bo', 4)",
     "layers.SpectralNormalization(layers.Dense(4))",
     "layers.BatchNormalization(trainable=False)",
+)
+UNEQUAL_MIDDLES = (
+    "MovingMean()",
     "layers.BatchNormalization(momentum=0.8)",
     "layers.Dropout(0.3)",
     "layers.Dropout(0.3, seed=5)",
     "layers.GaussianNoise(0.1)",
+    "UnseededNoise()",
 )
 NET = (
     "    def __init__(self):",
@@ -233,7 +241,7 @@ NET = (
 
 def _model(draw: Draw, task: Task, nest: str) -> list[str]:
     """Lines that make `model` of layers in nests, which a functional, sequential or subclassed model calls."""
-    middle = draw("middle", *MIDDLES, often=8)
+    middle = draw("unequal middle", "", *UNEQUAL_MIDDLES, often=40) or draw("middle", *MIDDLES, often=8)
     if "BatchNormalization(m" in middle:
         draw.unequal("batch normalization")
     if "MovingMean" in middle:
@@ -250,7 +258,7 @@ def _model(draw: Draw, task: Task, nest: str) -> list[str]:
     for name, definition in LAYER_CLASSES.items():
         if any(f"{name}(" in layer for layer in [*layers, *body]):
             lines += definition
-    step = draw("step", "", *STEPS_OF_MODELS, often=9)
+    step = draw("step", "", *STEPS_OF_MODELS, often=18)
     draw.reasons += REASONS_OF_STEPS.get(step, [])
     is_one = len(task.inputs) == 1 and "" in task.targets
     methods = STEPS_OF_MODELS.get(step, ())
@@ -368,6 +376,16 @@ STEPS_OF_MODELS = {
         *TRAIN_STEP[:5],
         "        self.tracker.update_state(ops.mean(ops.square(keras.tree.flatten(predicted)[0]), -1))",
         *TRAIN_STEP[5:],
+    ),
+    "trackers of one name": (
+        "    def compile(self, *args, **more):",
+        "        super().compile(*args, **more)",
+        '        self.trackers = [keras.metrics.Mean("own"), keras.metrics.Mean("own")]',
+        *TRAIN_STEP[:5],
+        "        for number, tracker in enumerate(self.trackers):",
+        "            tracker.update_state(number + ops.mean(ops.square(keras.tree.flatten(predicted)[0]), -1))",
+        *TRAIN_STEP[5:7],
+        '        return {"first": self.trackers[0].result(), "second": self.trackers[1].result()}',
     ),
     "two updates": (
         *TRAIN_STEP[:2],
@@ -585,11 +603,11 @@ def _compile(draw: Draw, task: Task, nest: str) -> list[str]:
     optimizer = draw("wrapper", *WRAPPERS, often=9).replace("OPTIMIZER", f"{optimizer[:-1]}{more})")
     losses, metrics, weighted = {}, {}, {}
     for name, (_, kind) in task.targets.items():
-        loss = draw(f"loss {name}", *LOSSES[kind], often=2)
+        loss = draw(f"loss {name}", *LOSSES[kind], often=4)
         if any(words in loss for words in WHOLE_BATCH):
             draw.unequal("a loss of the whole batch")
         losses[name] = loss.replace("REDUCED", draw(f"reduction {name}", *REDUCTIONS, often=5)).replace(", )", ")")
-        metrics[name] = f"[{draw(f'metric {name}', *METRICS[kind], often=2)}]"
+        metrics[name] = f"[{draw(f'metric {name}', *METRICS[kind], often=4)}]"
         weighted[name] = f"[{draw(f'weighted metric {name}', '', *METRICS[kind], often=4)}]"
     if "q" in losses and draw.flag("no loss", often=9):
         losses["q"] = "None"
@@ -667,6 +685,7 @@ PIPELINES = (
     "data.batch(batch).shuffle(5, seed=3)",
     "data.map(lambda *row: row, num_parallel_calls=2).batch(batch)",
     "data.batch(batch).map(lambda *parts: parts)",
+    "data.batch(batch).map(lambda *parts: tf.nest.map_structure(lambda p: tf.reverse(p, [0]), parts))",
     "data.batch(batch, drop_remainder=True)",
     "data.take(rows - 1).batch(batch)",
     "data.skip(2).batch(batch)",
@@ -725,7 +744,7 @@ def _training_data(draw: Draw, task: Task, arguments: list[str]) -> tuple[list[s
     """Lines before the call of `fit`, and what it gets as x, y; its arguments get what follows from them."""
     given = _given(draw)
     kinds = [kind for _, kind in task.targets.values()]
-    form = draw("data", "arrays", "tf.data", "PyDataset", "generator", "tensors", "Records", often=3)
+    form = draw("data", "arrays", "tf.data", "tf.data", "PyDataset", "generator", "tensors", "Records", often=2)
     if form == "Records" and (draw.words["task"] not in ("numbers", "flags") or given != "(x, y)"):
         form = "arrays"
     if kinds == ["classes"] and given == "(x, y)" and form != "generator" and draw.flag("class weight", often=6):
@@ -733,15 +752,14 @@ def _training_data(draw: Draw, task: Task, arguments: list[str]) -> tuple[list[s
     if form == "tf.data":
         return _pipeline(draw, given, arguments)
     if form == "PyDataset":
-        if draw.flag("other order", often=4):
+        if draw.flag("other order", often=15):
             draw.unequal("order of rows")
         else:
             arguments.append("shuffle=False")
         more = draw(
             "workers", "", ", workers=2", ", workers=2, max_queue_size=1", ", workers=2, use_multiprocessing=False"
         )
-        own_end = PYDATASET_EPOCHS if draw.flag("epochs of data", often=5) else ()
-        return [*PYDATASET, *own_end], f"Batches(*{given}{more})"
+        return _py_dataset(draw), f"Batches(*{given}{more})"
     if form == "generator":
         passes = draw("passes", "", ", passes=2", ", passes=1", often=4)
         if passes != ", passes=1" or draw.flag("steps of a short generator"):
@@ -750,18 +768,22 @@ def _training_data(draw: Draw, task: Task, arguments: list[str]) -> tuple[list[s
     if form == "Records":
         arguments += ["**({'batch_size': batch, 'seed': 3} if fit is not keras.Model.fit else {})"]
         return [*RECORDS], "records if fit is not keras.Model.fit else records.dataset(batch, seed=3)"
-    arguments += ["batch_size=batch"]
-    if draw.flag("other order", often=6):
+    arguments += draw("batch size", ["batch_size=batch"], ["steps_per_epoch=2"], often=9)
+    if draw.flag("other order", often=15):
         draw.unequal("order of rows")
     else:
         arguments.append("shuffle=False")
     if given != "(x, y)":
         arguments.append("sample_weight=weights")
-    if draw.flag("steps per epoch", often=9):
+    if draw.flag("steps per epoch", often=9) and "batch_size=batch" in arguments:
         arguments.append("steps_per_epoch=1")
     if form == "tensors":
         return [], "*(keras.tree.map_structure(tf.convert_to_tensor, one) for one in (x, y))"
     return [], "x, y"
+
+
+def _py_dataset(draw: Draw) -> list[str]:
+    return [*PYDATASET, *(PYDATASET_EPOCHS if draw.flag("epochs of data", often=2) else ())]
 
 
 def _pipeline(draw: Draw, given: str, arguments: list[str]) -> tuple[list[str], str]:
@@ -770,6 +792,8 @@ def _pipeline(draw: Draw, given: str, arguments: list[str]) -> tuple[list[str], 
     lines = [f"data = tf.data.Dataset.from_tensor_slices({given})"]
     if pipeline.startswith(("data.padded", "data.ragged")) and draw.words["task"] == "tokens":
         lines.append(SHORTENED)
+    if draw.flag("shuffled rows", often=2):
+        lines.append("data = data.shuffle(rows, seed=6)")
     if ".shuffle(7)." in pipeline:
         draw.unequal("order of rows")
     if ".repeat()." in pipeline or draw.flag("steps of data", often=9):
@@ -795,7 +819,7 @@ def _validation(draw: Draw, lines: list[str], data: str) -> list[str]:
         order = draw("shuffled", *(f"{order}.batch(4)" for order in ORDERS))
         arguments = [f"validation_data={held_out}{order}", *draw("steps", [], ["validation_steps=1"], often=3)]
     elif kind == "PyDataset":
-        lines += [*PYDATASET] * (not data.startswith("Batches"))
+        lines += _py_dataset(draw) * (not data.startswith("Batches"))
         arguments = [f"validation_data=Batches(*{given})"]
     elif kind == "generator":
         lines += [*GENERATOR] * (not data.startswith("batches"))
@@ -805,7 +829,7 @@ def _validation(draw: Draw, lines: list[str], data: str) -> list[str]:
     elif kind == "filtered":
         condition = "lambda *row: tf.random.stateless_uniform((), (1, 2)) < 2"
         arguments = [f"validation_data={held_out}.filter({condition}).batch(4)"]
-    elif kind == "taken" and data == "data":
+    elif kind in ("taken", "split") and data == "data":
         order = draw("taken", ", reshuffle_each_iteration=False", "")
         at = lines.index("both = data")
         lines[at] = f"both = data.shuffle(rows, seed=4{order}); data = both.skip(rows // 3)"
@@ -852,7 +876,7 @@ def _fits(draw: Draw, task: Task, compiled: list[str]) -> list[str]:
     before, after = _callbacks(draw, arguments)
     call = f"fit(model, {data}, {', '.join(arguments)})"
     lines += [*before, f"histories = [{call}.history]"]
-    if draw.flag("second fit", often=6):
+    if draw.flag("second fit"):
         between = draw("between", *BETWEEN)
         if "learning_rate" in between and draw.taken["rate"]:  # a schedule
             between = ""
@@ -925,6 +949,7 @@ CALLBACKS = (
     "keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: setattr(model.layers[-1], 'trainable', False))",
     "keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: "
     "seen.append(model.evaluate(x, y, batch_size=batch, verbose=0)))",
+    "keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: model.train_on_batch(x, y))",
     "keras.callbacks.SwapEMAWeights()",
     "keras.callbacks.SwapEMAWeights(swap_on_epoch=True)",
     "keras.callbacks.CSVLogger('log.csv')",
