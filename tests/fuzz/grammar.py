@@ -125,8 +125,6 @@ def job(seed: int, given: Mapping[str, int | str] | None = None) -> Job:
     compiled = _compile(draw, task, nest)
     body = [*_data(draw, task, nest), *model, *compiled, *_fits(draw, task, compiled)]
     options = draw("options", {}, {"train.virtual_ranks": 4}, often=9)
-    if options and draw.reasons:
-        draw.reasons.append("virtual ranks")
     if "batch normalization" in draw.reasons and draw.flag("synchronized", often=1) and not options:
         options = {"model.sync_batch_norm": True}
         draw.reasons.remove("batch normalization")

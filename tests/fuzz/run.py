@@ -1,8 +1,8 @@
 """Draws jobs, trains them on ranks, and compares them with Keras' own `fit`: run.py --minutes 10.
 
-Every job has one class: `equal` to one process; `refused`, by an error of ringtrain's; `not equal`, for a reason that
-docs/fit.md names; `named`, if a line of the plan alone says why; and the failures `different`, `crash`, `hang` and
-`not resumed`, each of which is printed as the shortest script that still shows it, with a line for corpus.txt.
+Every job has one class: `equal` to one process; `refused`, by an error of ringtrain's; `not equal`, for a reason of
+docs/fit.md that the grammar knows; and the failures `different`, `crash`, `hang` and `not resumed`, each of which is
+printed as the shortest script that still shows it, with a line for corpus.txt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LIMIT_S = 300.0
 BATCH = 12
 """jobs of one start"""
 FAILURES = ("different", "crash", "hang", "not resumed")
-ANY_SIZE = {"order of rows", "ScheduleFreeAdamW", "virtual ranks"}
+ANY_SIZE = {"order of rows", "ScheduleFreeAdamW"}
 """reasons why ranks differ from Keras, and not from each other on any number of ranks"""
 
 
@@ -44,7 +44,10 @@ class Result:
 
     kind: str
     detail: str = ""
-    unlike: tuple[str, ...] = field(default=())
+    unlike: tuple[str, ...] = ()
+    """what the plan names as unlike one process"""
+    reasons: tuple[str, ...] = ()
+    """why it is not equal"""
     values: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
     """what rank 0 has returned"""
 
@@ -96,20 +99,20 @@ def judged(job: grammar.Job, reference: SimpleNamespace, ranks: Sequence[Mapping
         if wrong:
             return Result("different", f"rank {number} from rank 0: {wrong}", first.unlike)
     differs = difference(reference.values, first.values, TOLERANCE)
-    reasons = (*job.unequal, *first.unlike)
+    reasons = [*job.unequal]
     nearly = ranks[0].get("nearly keras", reference)
     if difference(reference.values, nearly.values, TOLERANCE):
-        reasons = (*reasons, "rounding grows")
+        reasons.append("rounding grows")
     if differs and not reasons:
-        return Result("different", differs)
+        return Result("different", differs, first.unlike)
     for number, rank in enumerate(ranks):
         expected = without(first.values, "/files") if number else first.values
         wrong = "resumed" in rank and resumed(expected, rank["resumed"])
         if wrong:
             return Result("not resumed", f"rank {number}: {wrong}", first.unlike)
     if differs:
-        return Result("not equal" if set(reasons) - set(first.unlike) else "named", differs, reasons, first.values)
-    return Result("equal", "", first.unlike, first.values)
+        return Result("not equal", differs, first.unlike, tuple(reasons), first.values)
+    return Result("equal", "", first.unlike, (), first.values)
 
 
 def trained(jobs: Sequence[grammar.Job], size: int, folder: Path, resumes: bool) -> Iterable[Result]:
@@ -169,7 +172,7 @@ def killed(jobs: Sequence[grammar.Job], results: Mapping[int, list[Result]], fol
             continue
         expected, within = results[size][number], 0.0 if size == before else TOLERANCE
         again = _outcomes(file)["again"]
-        if size != before and set(expected.unlike) - ANY_SIZE:
+        if size != before and set(expected.reasons) - ANY_SIZE:
             again = SimpleNamespace(error=again.error, refused="", values=expected.values)
         wrong = resumed(expected.values, again, within)
         if wrong:
@@ -186,10 +189,9 @@ def results_of(jobs: Sequence[grammar.Job], sizes: Sequence[int], resumes: bool,
         first = results[sizes[0]][number]
         for size in sizes[1:]:
             other = results[size][number]
-            within = 0.0 if "virtual_ranks" in job.script else TOLERANCE
-            wrong = ""
-            if first.values and other.values and set(first.unlike) <= ANY_SIZE:
-                wrong = difference(first.values, other.values, within)
+            is_virtual, wrong = "virtual_ranks" in job.script, ""
+            if first.values and other.values and (is_virtual or set(first.reasons) <= ANY_SIZE):
+                wrong = difference(first.values, other.values, 0.0 if is_virtual else TOLERANCE)
             if other.kind in FAILURES:
                 merged[number] = replace(other, detail=f"{other.detail}\n{size} ranks: {other.detail[-200:]}")
             elif wrong and merged[number].kind not in FAILURES:
