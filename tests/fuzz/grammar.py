@@ -706,6 +706,7 @@ PIPELINES = (
     "data.snapshot('snapshot').batch(batch)",
     "data.cache('cached').shuffle(5, seed=8).batch(batch)",
 )
+UNKNOWN_LENGTH = ("filter", "window", "from_generator", "rebatch", "sample_from")
 SHORTENED = "data = data.map(lambda t, *more: (t[: 1 + tf.math.count_nonzero(t)], *more))"
 """rows of several lengths"""
 RESULTS = (
@@ -792,6 +793,8 @@ def _pipeline(draw: Draw, given: str, arguments: list[str]) -> tuple[list[str], 
         lines.append(SHORTENED)
     if draw.flag("shuffled rows", often=2):
         lines.append("data = data.shuffle(rows, seed=6)")
+    if draw.taken["rate"] and any(words in pipeline for words in UNKNOWN_LENGTH):
+        draw.unequal("an unknown length with a schedule")
     if ".shuffle(7)." in pipeline:
         draw.unequal("order of rows")
     if ".repeat()." in pipeline or draw.flag("steps of data", often=9):

@@ -241,24 +241,22 @@ def main() -> None:
     parser.add_argument("-np", dest="sizes", type=int, nargs="+", default=[2], help="numbers of ranks of each job")
     parser.add_argument("--resumes", action="store_true", help="also end each job before a step and start it again")
     parser.add_argument("--kills", action="store_true", help="also kill all ranks of each job, and start it again")
-    parser.add_argument("--corpus", action="store_true", help="the jobs of corpus.txt, in place of new ones")
+    parser.add_argument("--corpus", action="store_true", help="the jobs of corpus.txt first")
     parser.add_argument("--show", action="store_true", help="print the scripts, and train none")
     parser.add_argument("--no-shrink", dest="shrinks", action="store_false")
     given = parser.parse_args()
     first = int(time.time()) if given.seed is None else given.seed
     corpus = [job_of(line) for line in CORPUS.read_text().splitlines() if line.startswith("[")] if given.corpus else []
-    most = len(corpus) or given.jobs or sys.maxsize
+    print(f"{len(corpus)} jobs of the corpus, seeds from {first}, on {given.sizes} ranks", flush=True)
     end, started = time.time() + given.minutes * 60, time.time()
-    print(
-        f"{len(corpus)} jobs of the corpus" if corpus else f"seeds from {first}", f"on {given.sizes} ranks", flush=True
-    )
     counts: collections.Counter[str] = collections.Counter()
     failures = []
-    done = 0
-    while done < most and (given.jobs or corpus or time.time() < end):
-        number = min(BATCH, most - done)
-        jobs = corpus[done : done + number] or [grammar.job(first + done + offset) for offset in range(number)]
-        done += number
+    seed = first
+    while corpus or (seed - first < given.jobs if given.jobs else time.time() < end):
+        jobs, corpus = corpus[:BATCH], corpus[BATCH:]
+        if not jobs:
+            jobs = [grammar.job(seed + offset) for offset in range(min(BATCH, given.jobs or BATCH))]
+            seed += len(jobs)
         if given.show:
             print(*(job.script for job in jobs), sep="\n# ----\n")
             continue
