@@ -27,6 +27,7 @@ from ringtrain.run.context import Job, Process, Validation
 from ringtrain.run.devices import Pinning
 from ringtrain.run.from_checkpoint import FromCheckpoint
 from ringtrain.sources import ON_RANK_0, OPTIONS, classes_of, on_rank, script_model
+from ringtrain.sources.unlike import own_code
 from ringtrain.strategies.base import Strategy
 
 FILES = ("filepath", "filename", "log_dir")
@@ -145,7 +146,12 @@ def _job(process: Process, source: ScriptSource) -> Job:
         plan={**plan, **more},
         ends_with_callbacks=True,
         follows_schedule=False,
-        facts={"script": sys.argv[0], "unlike_one_process": unlike, "on_resume": train.on_resume},
+        facts={
+            "script": sys.argv[0],
+            "unlike_one_process": unlike,
+            "own_code": own_code(model),
+            "on_resume": train.on_resume,
+        },
     )
 
 
@@ -313,6 +319,9 @@ def plan_of(
     plan["shard"] = shard_of(numbers)
     if unlike:
         plan["unlike 1 rank"] = "; ".join(unlike)
+    own = own_code(model)
+    if own and hvd.size() > 1:
+        plan["own code"] = "; ".join(own)
     return plan
 
 

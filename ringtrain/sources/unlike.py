@@ -29,16 +29,22 @@ def unlike_one_process(model: keras.Model, of_virtual_ranks: bool = False) -> li
     names = [loss.name for loss in compiled_losses(model) if _function_of(loss.loss) in OF_A_WHOLE_BATCH]
     if names:
         found.append(f"the loss of {', '.join(names)} is a function of a whole batch, here of each {rank}'s rows")
+    if _merges_rows(model):
+        found.append("an embedding's rows that occur several times are added up before the update")
+    return found
+
+
+def own_code(model: keras.Model) -> list[str]:
+    """What code of a script's own gets on several ranks, a phrase each: whether its results differ is up to it."""
+    found = []
     if train_step.is_own(model):
         found.append(
-            f"{type(model).__name__}.train_step gets each {rank}'s rows: what it computes of them together, and is no"
-            " mean over rows, is not that of a whole batch"
+            f"{type(model).__name__}.train_step gets each rank's rows: means over rows, and losses of compute_loss, are"
+            " those of the whole batch"
         )
     names = metrics_of_script(model)
     if names:
-        found.append(f"{', '.join(names)}: states of the metric are added up, which must be sums over rows")
-    if _merges_rows(model):
-        found.append("an embedding's rows that occur several times are added up before the update")
+        found.append(f"the states of {', '.join(names)} are added up over the ranks, as sums over rows are")
     return found
 
 
@@ -50,7 +56,7 @@ def _of_each_rank(model: keras.Model) -> list[str]:
         found.append(f"{', '.join(names)} pads to the longest of each rank's texts: give output_sequence_length")
     if any(not hasattr(layer, "device_of_sums") for layer in hvd.batch_norm_layers(model)):
         found.append("batch normalization uses each rank's rows (all rows with model.sync_batch_norm)")
-    if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+    if any(layer.compute_dtype == "float16" for layer in layers_of(model)):
         found.append("float16 overflows by each rank's gradients, so that other steps may be skipped")
     if any(map(_draws, layers_of(model))):
         found.append("random layers draw other numbers on each rank")

@@ -1,7 +1,11 @@
-"""Trains drawn jobs on every rank of one start, and in Keras' own `fit`: ranks.py FOLDER LIMIT_S JOB [JOB ...].
+"""Trains drawn jobs on every rank of one start, and in Keras' own `fit`: ranks.py FOLDER JOB:MODE:STEP ...
 
-FOLDER/JOB.py is a job's script. Each rank leaves FOLDER/JOB.<size>.<rank>: what one process of Keras trains, what the
-ranks train, and what a run that is killed and started again trains; or the exception that ended it.
+FOLDER/JOB.py is a job's script. FOLDER/JOB.keras gets what one process of Keras trains, and FOLDER/JOB.<size>.<rank>
+what a rank trains, and what a run that is ended and started again trains; or the exception that ended it. Modes are
+
+- train: with STEP > 0, the ranks also end a run before this step, and start it again;
+- kill: all ranks are killed soon after this step has begun;
+- again: what `kill` has ended is started again, which FOLDER/JOB.again.<rank> has.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +34,8 @@ import ringtrain
 import ringtrain.hvd as hvd
 from ringtrain.errors import RingtrainError
 
-KERAS = (keras.Model.fit, keras.Model.evaluate, keras.Model.predict)
+sys.path.insert(0, str(Path(__file__).parent))
+from run import LIMIT_S, TOLERANCE, difference
 
 
 @dataclasses.dataclass
@@ -65,6 +71,20 @@ def end_at(step: int, by_signal: bool) -> keras.callbacks.Callback:
     return End()
 
 
+def kill_at(step: int) -> keras.callbacks.Callback:
+    """Callback that kills its rank up to 0.1 s after the beginning of a step, on all ranks alike."""
+
+    class Kill(keras.callbacks.Callback):
+        left = step
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            self.left -= 1
+            if self.left == 0:
+                threading.Timer(step * 37 % 10 / 100, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    return Kill()
+
+
 def flattened(results: Any) -> dict[str, np.ndarray]:
     """Numbers and texts of a nest by path."""
     values = {}
@@ -84,67 +104,121 @@ def flattened(results: Any) -> dict[str, np.ndarray]:
     return values
 
 
-def outcome_of(script: str, fits: Callable[[], tuple[Any, Any, Any]]) -> Outcome:
-    """Outcome of a script with functions in place of `fit`, `evaluate` and `predict`."""
+def outcome_of(script: str, folder: Path, fits: Callable[[dict[str, Any]], tuple[Any, Any, Any]]) -> Outcome:
+    """Outcome of a script in a folder of its own, with functions in place of `fit`, `evaluate` and `predict`."""
     keras.utils.clear_session()
-    keras.config.set_dtype_policy("float64")
+    folder.mkdir(parents=True, exist_ok=True)
     space = {"__name__": "job"}
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
             exec(script, space)
-            return Outcome(flattened(space["job"](*fits())))
+            return Outcome(flattened(space["job"](*fits(space["OPTIONS"]))))
     except RingtrainError as error:
         return Outcome(refused=f"{type(error).__name__}: {error}")
     except Exception:
         return Outcome(error=traceback.format_exc())
 
 
-def on_ranks(folder: Path, name: str, unlike: list[str], *callbacks: Any) -> tuple[Any, Any, Any]:
-    """`fit` of ringtrain under names of a job, `evaluate` and `predict`."""
-    calls = iter(range(1, 9))
+def in_keras(options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    return keras.Model.fit, keras.Model.evaluate, keras.Model.predict
+
+
+def nearly_in_keras(options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """`fit` of weights that differ by rounding."""
 
     def fit(model: keras.Model, *args: Any, **more: Any) -> Any:
-        more["callbacks"] = [*more.get("callbacks", ()), *callbacks]
-        options = {"run.directory": str(folder), "checkpoint.every_steps": 1, "tracking.every_steps": 0}
-        history = ringtrain.fit(model, *args, name=f"{name}-{next(calls)}", options=options, **more)
-        summary = json.loads((history.run / "summary.json").read_text())
-        unlike.extend(summary.get("unlike_one_process") or ())
-        return history
+        rng = np.random.default_rng(0)
+        for variable in model.trainable_variables:
+            variable.assign(variable * (1 + 1e-14 * rng.normal(size=variable.shape)))
+        return keras.Model.fit(model, *args, **more)
 
-    return fit, ringtrain.evaluate, ringtrain.predict
+    return fit, keras.Model.evaluate, keras.Model.predict
 
 
-def train(script: str, folder: Path, name: str, step: int) -> dict[str, Outcome]:
-    """Outcomes of one process, of the ranks, and of ranks that end before a step (0: none do) and start again."""
-    outcomes = {"keras": outcome_of(script, lambda: KERAS)}
-    unlike: list[str] = []
-    outcomes["ranks"] = outcome_of(script, lambda: on_ranks(folder, name, unlike))
-    outcomes["ranks"].unlike = tuple(unlike)
-    if step and not outcomes["ranks"].error and not outcomes["ranks"].refused:
-        end = end_at(step, by_signal=step % 2 == 0)
-        with contextlib.suppress(Killed, SystemExit):
-            ended = outcome_of(script, lambda: on_ranks(folder, f"{name}-ended", [], end))
-            if ended.error:  # the job has fewer steps, or the end itself failed
-                outcomes["resumed"] = ended
-                return outcomes
-        outcomes["resumed"] = outcome_of(script, lambda: on_ranks(folder, f"{name}-ended", []))
+@dataclasses.dataclass
+class OnRanks:
+    """`fit` of ringtrain under names of a job, `evaluate` and `predict`."""
+
+    runs: Path
+    name: str
+    callbacks: tuple[keras.callbacks.Callback, ...] = ()
+    unlike: list[str] = dataclasses.field(default_factory=list)
+    """what the summaries of its runs name as unlike one process"""
+
+    def __call__(self, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+        calls = iter(range(1, 9))
+        options = {
+            "run.directory": str(self.runs),
+            "checkpoint.every_steps": 1,
+            "tracking.every_steps": 0,
+            **options,
+        }
+
+        def fit(model: keras.Model, *args: Any, **more: Any) -> Any:
+            more["callbacks"] = [*more.get("callbacks", ()), *self.callbacks]
+            history = ringtrain.fit(model, *args, name=f"{self.name}-{next(calls)}", options=options, **more)
+            summary = json.loads((history.run / "summary.json").read_text())
+            self.unlike.extend(summary.get("unlike_one_process") or ())
+            return history
+
+        return fit, ringtrain.evaluate, ringtrain.predict
+
+
+def references(folder: Path, names: list[str]) -> None:
+    """Trains each job in one process of Keras, on one of the ranks, unless another start has done so."""
+    for number, name in enumerate(names):
+        path = folder / f"{name}.keras"
+        if number % hvd.size() == hvd.rank() and not path.exists():
+            faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+            script = (folder / f"{name}.py").read_text()
+            write(path, {"keras": outcome_of(script, folder / f"{name}-keras", in_keras)})
+
+
+def write(path: Path, outcomes: dict[str, Outcome]) -> None:
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_bytes(pickle.dumps({kind: vars(one) for kind, one in outcomes.items()}))
+    part.rename(path)
+
+
+def train(script: str, folder: Path, runs: Path, name: str, step: int) -> dict[str, Outcome]:
+    """Outcomes of the ranks, and of ranks that end before a step (0: none do) and start again."""
+    ranks = OnRanks(runs, name)
+    outcomes = {"ranks": outcome_of(script, folder / "ranks", ranks)}
+    outcomes["ranks"].unlike = tuple(ranks.unlike)
+    if outcomes["ranks"].error or outcomes["ranks"].refused or not step:
+        return outcomes
+    end = end_at(step, by_signal=step % 2 == 0)
+    with contextlib.suppress(Killed, SystemExit):
+        ended = outcome_of(script, folder / "ended", OnRanks(runs, f"{name}-ended", (end,)))
+        if ended.error:  # the end itself failed
+            return {**outcomes, "resumed": ended}
+    outcomes["resumed"] = outcome_of(script, folder / "ended", OnRanks(runs, f"{name}-ended"))
     return outcomes
 
 
 def main() -> None:
-    folder, limit_s, jobs = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    folder, jobs = Path(sys.argv[1]), sys.argv[2:]
     hvd.init()
+    references(folder, [job.partition(":")[0] for job in jobs if ":train:" in job])
     for job in jobs:
-        name, _, step = job.partition(":")
-        faulthandler.dump_traceback_later(limit_s, exit=True)
-        script = (folder / f"{name}.py").read_text()
-        outcomes = train(script, folder / f"runs-{hvd.size()}", name, int(step or 0))
-        path = folder / f"{name}.{hvd.size()}.{hvd.rank()}"
-        path.with_suffix(path.suffix + ".part").write_bytes(
-            pickle.dumps({kind: vars(one) for kind, one in outcomes.items()})
-        )
-        path.with_suffix(path.suffix + ".part").rename(path)
+        name, mode, step = job.split(":")
         hvd.allgather_object(name, name="next_job")
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+        script = (folder / f"{name}.py").read_text()
+        own = folder / f"{name}-rank-{hvd.rank()}"
+        if mode == "train":
+            path = folder / f"{name}.{hvd.size()}.{hvd.rank()}"
+            outcomes = train(script, own / str(hvd.size()), folder / f"runs-{hvd.size()}", name, int(step))
+            reference = Outcome(**pickle.loads((folder / f"{name}.keras").read_bytes())["keras"])
+            differs = difference(reference.values, outcomes["ranks"].values, TOLERANCE)
+            if differs and not reference.error and not outcomes["ranks"].error and hvd.rank() == 0:
+                outcomes["nearly keras"] = outcome_of(script, folder / f"{name}-nearly", nearly_in_keras)
+        else:
+            path = folder / f"{name}.{mode}.{hvd.rank()}"
+            kill = (kill_at(int(step)),) if mode == "kill" else ()
+            runs = OnRanks(folder / "runs-killed", f"{name}-killed", kill)
+            outcomes = {mode: outcome_of(script, own / "killed", runs)}
+        write(path, outcomes)
     faulthandler.cancel_dump_traceback_later()
 
 

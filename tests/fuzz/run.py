@@ -1,23 +1,24 @@
 """Draws jobs, trains them on ranks, and compares them with Keras' own `fit`: run.py --minutes 10.
 
-Every job has one class: `equal` to one process; `refused`, by an error of ringtrain's; `not equal`, for a reason that
-docs/fit.md names; and the failures `different`, `crash`, `hang` and `not resumed`, each of which is printed as the
-shortest script that still shows it.
+Every job has one class: `equal` to one process; `refused`, by an error of ringtrain's; `not equal`, for a reason of
+docs/fit.md that the grammar knows; and the failures `different`, `crash`, `hang` and `not resumed`, each of which is
+printed as the shortest script that still shows it, with a line for corpus.txt.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import json
 import pickle
+import random
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import grammar
 from launching import run
 
-RANKS = Path(__file__).with_name("ranks.py")
+RANKS, CORPUS = Path(__file__).with_name("ranks.py"), Path(__file__).with_name("corpus.txt")
 
 TOLERANCE = 1e-7
 LIMIT_S = 300.0
@@ -33,6 +34,8 @@ LIMIT_S = 300.0
 BATCH = 12
 """jobs of one start"""
 FAILURES = ("different", "crash", "hang", "not resumed")
+ANY_SIZE = {"order of rows", "ScheduleFreeAdamW"}
+"""reasons why ranks differ from Keras, and not from each other on any number of ranks"""
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,15 @@ class Result:
 
     kind: str
     detail: str = ""
-    unlike: tuple[str, ...] = field(default=())
+    unlike: tuple[str, ...] = ()
+    """what the plan names as unlike one process"""
+    reasons: tuple[str, ...] = ()
+    """why it is not equal"""
+    values: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
+    """what rank 0 has returned"""
 
 
-def worst(expected: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray], within: float) -> str:
+def difference(expected: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray], within: float) -> str:
     """Paths whose values differ by more than a fraction, the largest difference first, or ""."""
     if expected.keys() != found.keys():
         return f"only in one: {sorted(expected.keys() ^ found.keys())[:6]}"
@@ -63,66 +71,78 @@ def worst(expected: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray], w
     return ", ".join(f"{path} {distance:.1e}" for distance, path in differences[:4])
 
 
-def judged(job: grammar.Job, ranks: Sequence[Mapping[str, Any]]) -> Result:
+def without(values: Mapping[str, np.ndarray], word: str) -> dict[str, np.ndarray]:
+    return {path: value for path, value in values.items() if word not in path}
+
+
+def resumed(before: Mapping[str, np.ndarray], after: SimpleNamespace, within: float = 0.0) -> str:
+    """What is wrong with a run that was started again, which has not seen what the process before it had printed."""
+    return (
+        after.error[-3000:]
+        or after.refused
+        or difference(without(before, "/seen"), without(after.values, "/seen"), within)
+    )
+
+
+def judged(job: grammar.Job, reference: SimpleNamespace, ranks: Sequence[Mapping[str, SimpleNamespace]]) -> Result:
     """Result of a job by the outcomes of all ranks."""
-    reference, first = ranks[0]["keras"], ranks[0]["ranks"]
-    if reference.error or any(worst(reference.values, rank["keras"].values, 0.0) for rank in ranks):
-        return Result("discarded", reference.error[-2000:] or "two references differ")
+    first = ranks[0]["ranks"]
+    if reference.error:
+        return Result("discarded", reference.error[-2000:])
     errors = [rank["ranks"].error for rank in ranks if rank["ranks"].error]
     if errors:
         return Result("crash", errors[0][-3000:])
     if first.refused:
         return Result("refused", first.refused)
+    for number, rank in enumerate(ranks[1:], 1):  # rank 0 alone writes files
+        wrong = difference(without(first.values, "/files"), without(rank["ranks"].values, "/files"), 0.0)
+        if wrong:
+            return Result("different", f"rank {number} from rank 0: {wrong}", first.unlike)
+    differs = difference(reference.values, first.values, TOLERANCE)
+    reasons = [*job.unequal]
+    nearly = ranks[0].get("nearly keras", reference)
+    if difference(reference.values, nearly.values, TOLERANCE):
+        reasons.append("rounding grows")
+    if differs and not reasons:
+        return Result("different", differs, first.unlike)
     for number, rank in enumerate(ranks):
-        if difference := worst(first.values, rank["ranks"].values, 0.0):
-            return Result("different", f"rank {number} from rank 0: {difference}", first.unlike)
-    difference = worst(reference.values, first.values, TOLERANCE)
-    if difference and not job.unequal and not first.unlike:
-        return Result("different", difference)
-    if "resumed" in ranks[0]:
-        for number, rank in enumerate(ranks):
-            resumed = rank["resumed"]
-            # A process that is started again has not seen what the one before it had printed.
-            kept = [
-                {path: value for path, value in one.values.items() if "/seen" not in path} for one in (first, resumed)
-            ]
-            wrong = resumed.error[-3000:] or resumed.refused or worst(*kept, 0.0)
-            if wrong:
-                return Result("not resumed", f"rank {number}: {wrong}", first.unlike)
-    if difference:
-        return Result("not equal", difference, (*job.unequal, *first.unlike))
-    return Result("equal", unlike=first.unlike)
+        expected = without(first.values, "/files") if number else first.values
+        wrong = "resumed" in rank and resumed(expected, rank["resumed"])
+        if wrong:
+            return Result("not resumed", f"rank {number}: {wrong}", first.unlike)
+    if differs:
+        return Result("not equal", differs, first.unlike, tuple(reasons), first.values)
+    return Result("equal", "", first.unlike, (), first.values)
 
 
-def trained(
-    jobs: Sequence[grammar.Job], size: int, folder: Path, resumes: bool
-) -> Iterable[tuple[grammar.Job, Result]]:
+def trained(jobs: Sequence[grammar.Job], size: int, folder: Path, resumes: bool) -> Iterable[Result]:
     """Results of jobs on a number of ranks; a start that ends is made again behind the job that ended it."""
-    left = list(jobs)
-    while left:
-        names = []
-        for number, job in enumerate(left):
-            step = grammar.Draw(job.seed, {})("killed at", *range(1, 9)) if resumes else 0
-            names.append(f"{number}:{step}")
-            (folder / f"{number}.py").write_text(job.script)
-        for path in folder.glob("*.[0-9]*.[0-9]*"):
-            path.unlink()
+    for number, job in enumerate(jobs):
+        (folder / f"{number}.py").write_text(job.script)
+    done = 0
+    while done < len(jobs):
+        words = []
+        for number in range(done, len(jobs)):
+            words.append(f"{number}:train:{_step(jobs[number]) if resumes else 0}")
         try:
-            ended = run(size, [sys.executable, RANKS, folder, LIMIT_S, *names], LIMIT_S * len(left) + 60)
+            ended = run(size, [sys.executable, RANKS, folder, *words], LIMIT_S * len(words) + 60, warm=True)
             output = ended.stderr
         except TimeoutError as error:
             output = str(error)
-        while left:
-            job = left[0]
-            number = len(names) - len(left)
-            files = [folder / f"{number}.{size}.{rank}" for rank in range(size)]
+        while done < len(jobs):
+            files = [folder / f"{done}.{size}.{rank}" for rank in range(size)]
+            done += 1
             if not all(file.exists() for file in files):
-                left.pop(0)
                 kind = "hang" if "Timeout" in output or "still running" in output else "crash"
-                yield job, Result(kind, output[-3000:])
+                yield Result(kind, output[-3000:])
                 break
-            left.pop(0)
-            yield job, judged(job, [_outcomes(file) for file in files])
+            reference = _outcomes(folder / f"{done - 1}.keras")["keras"]
+            yield judged(jobs[done - 1], reference, [_outcomes(file) for file in files])
+
+
+def _step(job: grammar.Job) -> int:
+    """Step before which a run of the job ends."""
+    return random.Random(job.seed).randrange(1, 9)
 
 
 def _outcomes(file: Path) -> dict[str, SimpleNamespace]:
@@ -130,15 +150,59 @@ def _outcomes(file: Path) -> dict[str, SimpleNamespace]:
     return {kind: SimpleNamespace(**fields) for kind, fields in pickle.loads(file.read_bytes()).items()}
 
 
-def result_of(job: grammar.Job, size: int, resumes: bool) -> Result:
+def killed(jobs: Sequence[grammar.Job], results: Mapping[int, list[Result]], folder: Path) -> list[Result]:
+    """Results of jobs that are killed, and started again on as many or other ranks; each start has two of them."""
+    found = [results[min(results)][number] for number in range(len(jobs))]
+    numbers = [number for number, result in enumerate(found) if result.values]
+    sizes = [size for size in sorted(results) for _ in range(2)]
+    for place in range(len(numbers) + 1):
+        size = sizes[place % len(sizes)]
+        words = []
+        if place:
+            words.append(f"{numbers[place - 1]}:again:0")
+        if place < len(numbers):
+            words.append(f"{numbers[place]}:kill:{_step(jobs[numbers[place]])}")
+        ended = run(size, [sys.executable, RANKS, folder, *words], 2 * LIMIT_S, warm=True)
+        if not place:
+            continue
+        number, before = numbers[place - 1], sizes[(place - 1) % len(sizes)]
+        file = folder / f"{number}.again.0"
+        if not file.exists():
+            found[number] = Result("not resumed", f"killed on {before}, again on {size} ranks: {ended.stderr[-3000:]}")
+            continue
+        expected, within = results[size][number], 0.0 if size == before else TOLERANCE
+        again = _outcomes(file)["again"]
+        if size != before and set(expected.reasons) - ANY_SIZE:
+            again = SimpleNamespace(error=again.error, refused="", values=expected.values)
+        wrong = resumed(expected.values, again, within)
+        if wrong:
+            found[number] = Result("not resumed", f"killed on {before}, again on {size} ranks: {wrong}")
+    return found
+
+
+def results_of(jobs: Sequence[grammar.Job], sizes: Sequence[int], resumes: bool, kills: bool) -> list[Result]:
+    """Results of jobs on several numbers of ranks, of which the first failure counts."""
     with tempfile.TemporaryDirectory() as folder:
-        ((_, result),) = trained([job], size, Path(folder), resumes)
-    return result
+        results = {size: list(trained(jobs, size, Path(folder), resumes)) for size in sizes}
+        merged = killed(jobs, results, Path(folder)) if kills else list(results[sizes[0]])
+    for number, job in enumerate(jobs):
+        first = results[sizes[0]][number]
+        for size in sizes[1:]:
+            other = results[size][number]
+            is_virtual, wrong = "virtual_ranks" in job.script, ""
+            if first.values and other.values and (is_virtual or set(first.reasons) <= ANY_SIZE):
+                wrong = difference(first.values, other.values, 0.0 if is_virtual else TOLERANCE)
+            if other.kind in FAILURES:
+                merged[number] = replace(other, detail=f"{other.detail}\n{size} ranks: {other.detail[-200:]}")
+            elif wrong and merged[number].kind not in FAILURES:
+                merged[number] = Result("different", f"{size} ranks from {sizes[0]}: {wrong}")
+    return merged
 
 
-def shrunk(job: grammar.Job, size: int, result: Result, until: float) -> tuple[grammar.Job, Result]:
+def shrunk(job: grammar.Job, sizes: Sequence[int], result: Result, until: float) -> tuple[grammar.Job, Result]:
     """The job with as many first options as show the same class."""
-    resumes = result.kind == "not resumed"
+    resumes = result.kind == "not resumed" and "killed on" not in result.detail
+    kills = result.kind == "not resumed" and not resumes
     simplest = dict(job.choices)
     names = [name for name, number in simplest.items() if number]
     portion = max(1, len(names) // 2)
@@ -147,7 +211,7 @@ def shrunk(job: grammar.Job, size: int, result: Result, until: float) -> tuple[g
         while begin < len(names) and time.time() < until:
             tried = simplest | dict.fromkeys(names[begin : begin + portion], 0)
             other = grammar.job(job.seed, tried)
-            found = result_of(other, size, resumes)
+            (found,) = results_of([other], sizes, resumes, kills)
             if found.kind == result.kind:
                 job, result, simplest = other, found, tried
                 del names[begin : begin + portion]
@@ -159,39 +223,58 @@ def shrunk(job: grammar.Job, size: int, result: Result, until: float) -> tuple[g
     return job, result
 
 
+def line_of(job: grammar.Job) -> str:
+    """The job for the corpus: its seed, and the choices that are not first options, by their texts."""
+    return json.dumps([job.seed, {name: job.words[name] for name, number in job.choices.items() if number}])
+
+
+def job_of(line: str) -> grammar.Job:
+    seed, words = json.loads(line)
+    return grammar.job(seed, collections.defaultdict(int, words))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, help="first seed (default: the time)")
     parser.add_argument("--jobs", type=int, help="number of jobs, in place of --minutes")
-    parser.add_argument("-np", dest="size", type=int, default=2)
+    parser.add_argument("-np", dest="sizes", type=int, nargs="+", default=[2], help="numbers of ranks of each job")
     parser.add_argument("--resumes", action="store_true", help="also end each job before a step and start it again")
+    parser.add_argument("--kills", action="store_true", help="also kill all ranks of each job, and start it again")
+    parser.add_argument("--corpus", action="store_true", help="the jobs of corpus.txt first")
+    parser.add_argument("--show", action="store_true", help="print the scripts, and train none")
     parser.add_argument("--no-shrink", dest="shrinks", action="store_false")
     given = parser.parse_args()
     first = int(time.time()) if given.seed is None else given.seed
+    corpus = [job_of(line) for line in CORPUS.read_text().splitlines() if line.startswith("[")] if given.corpus else []
+    print(f"{len(corpus)} jobs of the corpus, seeds from {first}, on {given.sizes} ranks", flush=True)
     end, started = time.time() + given.minutes * 60, time.time()
-    print(f"seeds from {first}, on {given.size} ranks", flush=True)
     counts: collections.Counter[str] = collections.Counter()
     failures = []
     seed = first
-    while (seed - first < given.jobs) if given.jobs else time.time() < end:
-        number = min(BATCH, given.jobs - (seed - first)) if given.jobs else BATCH
-        jobs = [grammar.job(seed + offset) for offset in range(number)]
-        seed += number
-        with tempfile.TemporaryDirectory() as folder:
-            for job, result in trained(jobs, given.size, Path(folder), given.resumes):
-                counts[result.kind] += 1
-                counts["named, but equal"] += result.kind == "equal" and bool(result.unlike)
-                text = result.detail.strip().splitlines()
-                why = "; ".join(dict.fromkeys((*job.unequal, *result.unlike)))
-                print(f"{job.seed:>12} {result.kind:<12} {text[-1][:150] if text else ''} [{why[:100]}]", flush=True)
-                if result.kind in FAILURES:
-                    failures.append((job, result))
+    while corpus or (seed - first < given.jobs if given.jobs else time.time() < end):
+        jobs, corpus = corpus[:BATCH], corpus[BATCH:]
+        if not jobs:
+            jobs = [grammar.job(seed + offset) for offset in range(min(BATCH, given.jobs or BATCH))]
+            seed += len(jobs)
+        if given.show:
+            print(*(job.script for job in jobs), sep="\n# ----\n")
+            continue
+        results = results_of(jobs, given.sizes, given.resumes, given.kills)
+        for job, result in zip(jobs, results, strict=True):
+            counts[result.kind] += 1
+            counts["named, but equal"] += result.kind == "equal" and bool(result.unlike)
+            text = result.detail.strip().splitlines()
+            why = "; ".join(dict.fromkeys((*job.unequal, *result.unlike)))
+            print(f"{job.seed:>12} {result.kind:<12} {text[-1][:150] if text else ''} [{why[:100]}]", flush=True)
+            if result.kind in FAILURES:
+                failures.append((job, result))
     minutes = (time.time() - started) / 60
     print(f"{counts.total() - counts['named, but equal']} jobs in {minutes:.1f} minutes: {dict(counts)}")
-    for job, result in failures[:3] if given.shrinks else []:
-        job, result = shrunk(job, given.size, result, time.time() + 300)
-        print(f"\n# seed {job.seed}, {result.kind} on {given.size} ranks: {result.detail}\n{job.script}")
+    for job, result in failures[:3] if given.shrinks else failures:
+        if given.shrinks:
+            job, result = shrunk(job, given.sizes, result, time.time() + 300)
+        print(f"\n# {result.kind}: {result.detail}\n{line_of(job)}\n{job.script}")
     raise SystemExit(bool(failures))
 
 

@@ -119,7 +119,7 @@ def what_keras_does_not_track() -> None:
     ringtrain.fit(compiled(dense(), scaled), X, Y, options=options(), **SAME)
     assert float(scale) == 1.0
     summary = json.loads((history.run / "summary.json").read_text())
-    assert any("listed" in text for text in summary["unlike_one_process"]), summary["unlike_one_process"]
+    assert any("listed" in text for text in summary["own_code"]), summary["own_code"]
 
 
 @only(np=2)

@@ -337,13 +337,13 @@ class Largest(keras.metrics.Metric):
 
 
 def _unlike(model: keras.Model) -> list[str]:
-    """What may differ on several ranks."""
-    from ringtrain.sources.unlike import unlike_one_process
+    """What differs on several ranks, or may."""
+    from ringtrain.sources.unlike import own_code, unlike_one_process
 
     hvd.init()
     hvd.DistributedOptimizer(model.optimizer)
     model._symbolic_build(data_batch=(X[:8].astype("float32"), (Y[:8] > 0).astype("float32")))
-    return unlike_one_process(model)
+    return [*unlike_one_process(model), *own_code(model)]
 
 
 class OwnStep(keras.Model):
@@ -365,7 +365,7 @@ def test_what_may_not_be_as_in_one_process_is_named() -> None:
     sums = ["mae", "accuracy", keras.metrics.AUC(), keras.metrics.F1Score(), keras.metrics.R2Score()]
     assert found([], "mse", sums) == []
     (largest,) = found([], "mse", [*sums, Largest()])
-    assert largest.startswith("largest: states of the metric are added up")
+    assert largest.startswith("the states of largest are added up")
     layers = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.1)]
     normalized, random, loss, step = found(layers, "dice", sums, OwnStep)
     assert normalized.startswith("batch normalization") and random.startswith("random layers")

@@ -96,9 +96,9 @@ class Outcome:
         return [line["rows"] for line in self.recorded() if "rows" in line]
 
     def told(self) -> list[str]:
-        """Parts of the model whose results are not those of one process, from the summary, a phrase each."""
+        """Parts of the model whose results are not, or may not be, those of one process, a phrase each."""
         summary = parse_json((self.folder / "summary.json").read_text(encoding="utf-8"))
-        return list(summary.get("unlike_one_process", ()))
+        return [*summary.get("unlike_one_process", ()), *summary.get("own_code", ())]
 
     def unlike_one_process(self) -> list[str]:
         """Parts of the model that depend on how a batch is divided, a phrase each."""
