@@ -163,6 +163,10 @@ MUTANTS = (
         f"{UNIT}/test_sharding.py::test_samples_take_turns_at_being_left_out",
     ),
     Mutant(
+        *("shuffles of a second run by the seeds of the first", "sources/configured.py"),
+        *("tf.random.set_seed(None)", "pass", "tests/ring/test_fit.py::test_job[2-configured_batches]"),
+    ),
+    Mutant(
         *("a resumed run at the beginning of its epoch", "data/pipeline.py"),
         *("divmod(first_step, steps_per_epoch)", "(first_step // steps_per_epoch, 0)"),
         f"{UNIT}/test_data.py::test_training_may_begin_at_any_step_of_the_run",
