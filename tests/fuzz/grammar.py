@@ -646,7 +646,8 @@ PYDATASET = (
 )
 PYDATASET_EPOCHS = (
     "    def on_epoch_end(self):",
-    "        self.arrays = keras.tree.map_structure(lambda a: np.roll(a, 1, 0), self.arrays)",
+    "        x, *more = self.arrays",
+    "        self.arrays = (keras.tree.map_structure(lambda a: np.roll(a, 1, 0), x), *more)",
 )
 GENERATOR = (
     "def batches(*arrays, passes=99):",
@@ -683,7 +684,7 @@ PIPELINES = (
     "data.batch(batch).shuffle(5, seed=3)",
     "data.map(lambda *row: row, num_parallel_calls=2).batch(batch)",
     "data.batch(batch).map(lambda *parts: parts)",
-    "data.batch(batch).map(lambda *parts: tf.nest.map_structure(lambda p: tf.reverse(p, [0]), parts))",
+    "data.batch(batch).map(lambda x, *more: (tf.nest.map_structure(lambda p: tf.reverse(p, [0]), x), *more))",
     "data.batch(batch, drop_remainder=True)",
     "data.take(rows - 1).batch(batch)",
     "data.skip(2).batch(batch)",
