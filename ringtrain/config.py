@@ -261,8 +261,6 @@ class HealthConfig:
 class ElasticConfig:
     """Changes of the number of ranks, under ringtrain launch --elastic."""
 
-    keep: Literal["global-batch", "per-rank-batch"] = "global-batch"
-    """global-batch: batch and learning rate stay, the ranks divide the batch; per-rank-batch: both follow the ranks"""
     commit_every_steps: Annotated[int, AT_LEAST_1] = 10
     """steps between two times at which hosts join and leave"""
 

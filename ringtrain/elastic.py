@@ -3,15 +3,9 @@
 Every step leaves the same state on all current ranks, or none of its own: `optim.step`. When a rank is lost, the
 rank that is furthest gives its state to the others, and the step under way is made again; when hosts have joined or
 left, all continue after the current step. Either way the rest of the epoch's order, from its position on, is
-redistributed over the current ranks:
-
-    elastic.keep global-batch     The global batch stays that of the run's start, and with it the steps and the
-                                  learning rate. The ranks share it, also unevenly: a rank with n of its G samples
-                                  has the weight n / G, so that the update is that of one process with all of them.
-    elastic.keep per-rank-batch   Each rank keeps train.batch_size. Global batch and learning rate follow the number of
-                                  ranks, by optimizer.learning_rate_scaling, and the schedule follows the completed
-                                  fraction of the run's epochs. The last step of an epoch in which ranks have joined
-                                  or left may be smaller.
+redistributed over the current ranks. The global batch stays that of the run's start, and with it the steps and the
+learning rate. The ranks share it, also unevenly: a rank with n of its G samples has the weight n / G, so that the
+update is that of one process with all of them.
 """
 
 from __future__ import annotations
@@ -99,16 +93,14 @@ class OtherRanks:
             from_checkpoint.find_start(process)
         config = process.config
         num_ranks = hvd.run_together(lambda: num_shards(config, hvd.size()))
-        keeps_batch = config.elastic.keep == "global-batch"
         if not state.folder:
             folder, _ = resume.source_of(config)
             self._saved = hvd.on_rank_0(lambda: resume.manifest_of(folder))
             planned = num_ranks
-            if keeps_batch and self._saved and self._saved["numbers"]["batch_size"] == config.train.batch_size:
+            if self._saved and self._saved["numbers"]["batch_size"] == config.train.batch_size:
                 planned = self._saved["numbers"]["num_ranks"]
             state.place = dataclasses.replace(state.place, planned_ranks=planned)
-        planned = state.place.planned_ranks if keeps_batch else num_ranks
-        numbers = hvd.run_together(lambda: _numbers(config, self._job, planned))
+        numbers = hvd.run_together(lambda: _numbers(config, self._job, state.place.planned_ranks))
         users = self._job.users_callbacks
         if self._job.all_callbacks:
             users = on_rank(self._job.all_callbacks, hvd.rank())
@@ -125,13 +117,9 @@ class OtherRanks:
                 model_state.freeze_in_training(job.model, self.state.start.frozen)
             endings = hvd.allgather_object(self.strategy.ending, name="ringtrain_endings")
             return dataclasses.replace(self.state.start, ending=_common(endings)), {}
-        config, must_match, saved = process.config, job.numbers, self._saved
-        if saved and config.elastic.keep == "per-rank-batch":  # the global batch may then be different
-            train = dataclasses.replace(config.train, batch_size=saved["numbers"]["batch_size"])
-            then = dataclasses.replace(config, train=train)
-            must_match = hvd.run_together(lambda: _numbers(then, job, saved["numbers"]["num_ranks"]))
+        config, saved = process.config, self._saved
         start, summary = from_checkpoint.restore(
-            process, job, must_match, lambda start: _place_of(saved, start, job).get("epoch", 0) >= config.train.epochs
+            process, job, job.numbers, lambda start: _place_of(saved, start, job).get("epoch", 0) >= config.train.epochs
         )
         return start, summary
 

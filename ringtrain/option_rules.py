@@ -160,7 +160,6 @@ def _check_virtual_ranks(config: Any) -> None:
         "hvd.compression": config.hvd.compression != "none",
         "hvd.local_steps": config.hvd.local_steps > 1,
         "data.on_error": config.data.on_error != "fail",
-        "elastic.keep": config.elastic.keep != "global-batch",
     }
     options = (
         "hvd.groups",

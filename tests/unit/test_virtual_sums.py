@@ -55,7 +55,6 @@ def test_the_sum_is_that_of_the_tree_for_any_number_of_ranks(num: int) -> None:
         ("model.not_averaged", ("*",)),
         ("train.jit", True),
         ("data.on_error", "skip"),
-        ("elastic.keep", "per-rank-batch"),
     ],
 )
 def test_other_sums_are_refused_by_name(option: str, value: object) -> None:
