@@ -3,7 +3,6 @@
 commands: the commands of the lab, from init to data
 ranks:    calls a function on ranks and returns its result; what such functions begin with
 script:   a script with `ringtrain.fit` as the job of a command
-jobs:     folders of jobs that run side by side, and the slots that they share
 stats:    medians, spreads and the machine they are from, as JSON
 tables:   a table for terminal and Markdown; report/ has it as HTML
 init:     ringtrain init

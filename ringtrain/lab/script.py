@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ringtrain import config_io, sources
+from ringtrain.cluster import processes
 from ringtrain.config import nearest, option_types
 from ringtrain.errors import ConfigError, LaunchError
 from ringtrain.protocol.env import FOR_SCRIPT
 from ringtrain.protocol.for_script import ForScript
 from ringtrain.protocol.json_text import INVALID, parse_json
+
+if TYPE_CHECKING:
+    import subprocess
 
 TRAINER = "ringtrain.train"
 
@@ -90,3 +96,23 @@ def check_option(option: str, source: str) -> None:
         f"{source}: {option}: is the script's own: name it {key}, and read ringtrain.trial()[{key!r}] or give"
         f" --set '--{key.replace('_', '-')}={{{key}}}'"
     )
+
+
+def start_launch(
+    words: Sequence[str], command: Sequence[str], environ: Mapping[str, str], log: Path, held: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Starts a command on ranks by `ringtrain launch` with these options; see processes.start_beside."""
+    argv = [sys.executable, "-m", "ringtrain", "launch", *words, "--", *command]
+    return processes.start_beside(argv, environ, log, held)
+
+
+def reason_of(log: Path, code: int) -> str:
+    """Reason for a launch's exit in one line: its last message, without a traceback."""
+    if code < 0:
+        return f"ringtrain launch was killed by signal {-code}"
+    said = log.read_text(encoding="utf-8", errors="replace").rpartition("ringtrain: ")
+    lines = [line.strip() for line in said[2].split("\n") if line.strip()] or [f"exit code {code}"]
+    first = lines[0] if said[1] else lines[-1]
+    if first.endswith(":") and len(lines) > 1:
+        return f"{first} {lines[-1]}"
+    return first

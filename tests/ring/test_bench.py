@@ -88,7 +88,7 @@ def test_bad_input_is_one_line(capsys):
     assert ended.stderr.startswith("ringtrain: got --turns 0") and ended.stderr.count("\n") == 1
     for words, said in (
         (["train", "--turns", "0"], "got --turns 0, expected 1 or more"),
-        (["launch"], "invalid choice"),
+        (["launch"], "got launch, expected one of allreduce, train"),
         (["allreduce", "--sizes", "1kB"], "got --sizes 1kB, expected sizes such as"),
         (["allreduce", "--libraries", "nccl"], "got --libraries nccl, expected some of mpi,horovod-mpi,horovod-gloo"),
     ):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from launching import BIN, ROOT, run, warm_env
 
-from ringtrain.lab import jobs
+from ringtrain.lab.sweep import trials
 from ringtrain.monitor import journal
 
 pytestmark = pytest.mark.launch
@@ -30,7 +30,7 @@ def command(folder: Path, space: str, *words: object, epochs: int = EPOCHS) -> l
 
 
 def epochs_of(run: Path) -> list[int]:
-    return [epoch for epoch, _ in jobs.epochs_of(run / "metrics.jsonl", "test_loss")]
+    return [epoch for epoch, _ in trials.epochs_in(run / "metrics.jsonl", "test_loss")]
 
 
 def starts_of(run: Path) -> list[dict]:

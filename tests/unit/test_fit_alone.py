@@ -388,6 +388,6 @@ def test_a_recurrent_layer_is_random_with_dropout_only(tmp_path: Path, monkeypat
         assert [one.split()[0] for one in unlike] == ["random"] * (rate > 0)
         (folder := tmp_path / str(rate)).mkdir()
         monkeypatch.setenv(PROVE, str(folder))
-        model.fit(x, y, verbose=0, callbacks=[Rows()])
+        model.fit(x, y, verbose=0, callbacks=[Rows("fit-1", {})])
         lines = [json.loads(line) for file in folder.iterdir() for line in file.read_text().splitlines()]
         assert [line["seeds"] for line in lines if "seeds" in line] == [rate > 0]

@@ -12,7 +12,7 @@ HEAVY = {"tensorflow", "keras", "horovod", "mpi4py", "pyspark"}
 LAUNCHING = [
     "cli",
     "function_call",
-    *(f"lab.{name}" for name in ("commands", "jobs", "ranks", "stats", "tables")),
+    *(f"lab.{name}" for name in ("commands", "ranks", "stats", "tables")),
     # MPI crashes at its end where TensorFlow has been loaded after it: bench allreduce.
     *(f"lab.bench.{name}" for name in ("train", "allreduce")),
     *(f"lab.{name}.cli" for name in ("sweep", "report")),

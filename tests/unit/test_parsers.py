@@ -33,8 +33,8 @@ from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.plans import mpirun
 from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import CheckpointError, ConfigError, HostsError, LaunchError, RunDirectoryError
-from ringtrain.lab import jobs
 from ringtrain.lab.report import postmortem, run_folder
+from ringtrain.lab.sweep import trials
 from ringtrain.monitor import journal, trace
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT, MARK, PLAN
@@ -148,13 +148,13 @@ def read_manifest(text: str, folder: Path) -> None:
 
 def read_claim(text: str, folder: Path) -> None:
     path = written(folder, "summary.json", text)
-    jobs.claim(path, {"a": 1}, "sweep")
+    trials.claim(path, {"a": 1}, "sweep")
 
 
 def read_summary(text: str, folder: Path) -> None:
     path = written(folder, "summary.json", text)
-    jobs.is_done(folder)
-    jobs.epochs_of(path, "accuracy")
+    run_folder.is_done(folder)
+    trials.epochs_in(path, "accuracy")
 
 
 def read_records(text: str, folder: Path) -> None:

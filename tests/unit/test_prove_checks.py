@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringtrain.lab.prove import checks, outcomes
-from ringtrain.lab.prove.checks import Check
-from ringtrain.lab.prove.outcomes import Outcome
+from ringtrain.lab.prove import checks
+from ringtrain.lab.prove.checks import Check, Outcome
 
 KINDS = {"0": "weights", "1": "weights", "2": "momentum"}
 
@@ -25,10 +24,10 @@ def outcome(folder: Path, *epochs: dict[str, Any], code: int = 0) -> Outcome:
 def test_an_array_of_rounding_counts_little_and_a_wrong_one_fully() -> None:
     """The bias of an attention's keys has a gradient of zero: what it holds is rounding."""
     one = {"0": np.full(100, 1.0), "1": np.full(4, 1e-9), "2": np.full(100, 1e-6)}
-    assert outcomes.apart(one | {"1": np.full(4, -1e-9)}, one, KINDS) < 1e-7
-    assert outcomes.apart(one | {"1": np.full(4, 0.01)}, one, KINDS) > 0.1
-    assert outcomes.apart(one | {"2": np.full(100, 2e-6)}, one, KINDS) == pytest.approx(1)
-    assert outcomes.apart(one | {"0": np.full(100, 1.01)}, one, KINDS) == pytest.approx(0.01)
+    assert checks.apart(one | {"1": np.full(4, -1e-9)}, one, KINDS) < 1e-7
+    assert checks.apart(one | {"1": np.full(4, 0.01)}, one, KINDS) > 0.1
+    assert checks.apart(one | {"2": np.full(100, 2e-6)}, one, KINDS) == pytest.approx(1)
+    assert checks.apart(one | {"0": np.full(100, 1.01)}, one, KINDS) == pytest.approx(0.01)
 
 
 def test_rounding_is_told_from_a_fault_by_float64() -> None:
@@ -72,7 +71,7 @@ def test_the_runs_of_a_script_hold_together_and_the_worst_one_is_named(tmp_path:
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "summary.json").write_text("{}")
-    start = outcomes.Start(tmp_path, tmp_path)
+    start = checks.Start(tmp_path, tmp_path)
 
     def of(holds_by_fit: dict[str, bool | None]) -> Check:
         (check,) = checks.of_fits(lambda one: Check("claim", holds_by_fit[one.fit], one.fit), start)

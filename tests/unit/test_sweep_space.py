@@ -12,10 +12,8 @@ from ringtrain import cli, config_io
 from ringtrain.cluster.hosts import parse_hosts, select
 from ringtrain.config import Config, with_values
 from ringtrain.errors import ConfigError, MissingDependency
-from ringtrain.lab import jobs
-from ringtrain.lab.sweep import space
-from ringtrain.lab.sweep.space import Choice, Range
-from ringtrain.lab.sweep.study import Study
+from ringtrain.lab.sweep import space, trials
+from ringtrain.lab.sweep.space import Choice, Range, Study
 
 ROOT = Path(__file__).parents[2]
 TRAIN = ["python", "-m", "ringtrain.train"]
@@ -185,17 +183,17 @@ def test_a_grid_is_every_combination_in_order(tmp_path):
 
 def test_a_trial_is_on_one_host_where_it_fits():
     free = {"a": {0, 1, 2, 3}, "b": {1, 2}, "c": set()}
-    assert jobs.allot(free, 2) == {"b": (1, 2)}
-    assert jobs.allot(free, 3) == {"a": (0, 1, 2)}
-    assert jobs.allot(free, 5) == {"a": (0, 1, 2, 3), "b": (1,)}
-    assert jobs.allot(free, 7) == {} and jobs.allot({"a": set()}, 1) == {}
+    assert trials.allot(free, 2) == {"b": (1, 2)}
+    assert trials.allot(free, 3) == {"a": (0, 1, 2)}
+    assert trials.allot(free, 5) == {"a": (0, 1, 2, 3), "b": (1,)}
+    assert trials.allot(free, 7) == {} and trials.allot({"a": set()}, 1) == {}
 
 
 def test_a_place_is_told_to_launch_so_that_it_takes_these_slots():
     """Which are GPUs: see cluster.run.starter."""
     hosts = select(parse_hosts("a:4,b:2,[fe80::1]:3"), exclude="a:0")
     place = {"a": (1, 3), "fe80::1": (2,)}
-    _, listed, _, included = jobs.words_of(place, hosts)
+    _, listed, _, included = trials.words_of(place, hosts)
     found = select(parse_hosts(listed), included)
     assert {host.name: tuple(host.indices) for host in found} == place
     assert {host.name: host.slots for host in found} == {"a": 2, "fe80::1": 1}

@@ -23,10 +23,10 @@ from ringtrain import config_io
 from ringtrain.cluster.launch import find_hosts
 from ringtrain.config import Config
 from ringtrain.errors import LaunchError
-from ringtrain.lab import jobs, ranks, stats
+from ringtrain.lab import ranks, stats
 from ringtrain.lab.report import run_folder
 from ringtrain.lab.report.run_folder import Run
-from ringtrain.lab.script import TRAINER, Script, runs_in, variables
+from ringtrain.lab.script import TRAINER, Script, reason_of, runs_in, start_launch, variables
 from ringtrain.lab.tables import Table
 from ringtrain.monitor.trace import PHASES
 from ringtrain.options import AT_LEAST_1, FILE, LIST, N
@@ -134,7 +134,7 @@ def run_of(options: Options, start: ranks.Start, script: Script, num_ranks: int)
             steps=options.steps,
         )
         words = [*start.launch_words, "-np", str(num_ranks), "--forward", FOR_SCRIPT]
-        process = jobs.start_launch(words, script.command, {**os.environ, **variables(for_script)}, log)
+        process = start_launch(words, script.command, {**os.environ, **variables(for_script)}, log)
         try:
             code = process.wait()
         finally:
@@ -142,7 +142,7 @@ def run_of(options: Options, start: ranks.Start, script: Script, num_ranks: int)
                 process.send_signal(signal.SIGTERM)
                 process.wait()
         if code:
-            raise LaunchError(f"bench train: {script.name}: {jobs.reason_of(log, code)}")
+            raise LaunchError(f"bench train: {script.name}: {reason_of(log, code)}")
         found = runs_in(runs)
         if not found:
             raise LaunchError(

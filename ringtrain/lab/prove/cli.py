@@ -16,18 +16,21 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from ringtrain import config_io, sources
 from ringtrain.cluster import processes
+from ringtrain.config import Config, value_of
 from ringtrain.errors import LaunchError
-from ringtrain.lab import jobs, ranks, stats
-from ringtrain.lab.prove import checks, kinds
-from ringtrain.lab.prove.checks import Check
-from ringtrain.lab.prove.kinds import PLAIN
-from ringtrain.lab.prove.outcomes import Outcome, Start
+from ringtrain.lab import ranks, stats
+from ringtrain.lab.prove import checks
+from ringtrain.lab.prove.checks import Check, Outcome, Start
 from ringtrain.lab.report import html
-from ringtrain.lab.script import Script
+from ringtrain.lab.script import Script, reason_of, start_launch, variables
 from ringtrain.lab.tables import Table, counted
 from ringtrain.options import FILE, N, at_least
+from ringtrain.protocol import as_main
 from ringtrain.protocol.env import PROVE
+from ringtrain.protocol.for_script import ForScript
+from ringtrain.run import setup
 
 EXACT = {"hvd.deterministic": True}
 """options of all runs on several ranks"""
@@ -54,7 +57,7 @@ def main(options: Options, start: ranks.Start, _: ranks.Call) -> int:
     num_ranks = start.launch.np or sum(host.slots for host in start.hosts)
     if num_ranks < 2:
         raise LaunchError(f"got {num_ranks} rank, expected 2 or more, whose result is compared with one process: -np 2")
-    job = kinds.Job(Script.of(start.train_args), options.steps, num_ranks)
+    job = Job(Script.of(start.train_args), options.steps, num_ranks)
     job.check()
     folder = Path("runs", "prove")
     if folder.exists() and not (folder / MARK).exists():
@@ -72,7 +75,7 @@ class Proof:
     """Starts of a job in a folder."""
 
     start: ranks.Start
-    job: kinds.Job
+    job: Job
     num_ranks: int
     folder: Path
     expected: list[str] = field(default_factory=list)
@@ -169,7 +172,7 @@ class Proof:
     def virtual_ranks(self) -> list[Check]:
         """Compares runs with virtual ranks on one process and on several."""
         numbers = sorted({2, self.num_ranks, self.num_ranks + 1})
-        virtual = kinds.least_virtual(numbers[-1])
+        virtual = least_virtual(numbers[-1])
         options = {"train.virtual_ranks": virtual}
         claim = "the same bits on any number of ranks"
         alone = self.run("virtual-1", 1, options)
@@ -183,7 +186,7 @@ class Proof:
 
     def run(self, name: str, num_ranks: int, options: Mapping[str, Any], **how: Any) -> Start:
         """Starts the job once, or resumes it, and waits for its end."""
-        variant = kinds.Variant(name=name, num_ranks=num_ranks, options=options, **how)
+        variant = Variant(name=name, num_ranks=num_ranks, options=options, **how)
         folder, recordings = self.folder / name, (self.folder / "recorded" / name).absolute()
         recordings.mkdir(parents=True, exist_ok=True)
         command, environ = self.job.command(variant, folder)
@@ -195,8 +198,8 @@ class Proof:
             launch += ["--forward", variable]
         log = self.folder / "starts" / f"{name}.log"
         processes.say(f"prove: {name}, {counted(num_ranks, 'rank')}")
-        code = jobs.start_launch(launch, command, {**os.environ, **environ}, log).wait()
-        error = jobs.reason_of(log, code) if code else ""
+        code = start_launch(launch, command, {**os.environ, **environ}, log).wait()
+        error = reason_of(log, code) if code else ""
         start = Start(folder, recordings, error, code)
         if code not in SIGNALED and self.expected and set(self.expected) <= set(start.fits):
             return replace(start, error="", code=0)
@@ -224,3 +227,118 @@ def show(found: Sequence[Check], options: Options, command: Sequence[str], num_r
             {"steps": options.steps, "command": list(command)},
             [asdict(one) for one in found],
         )
+
+
+EPOCHS = 2
+RECORDER = "ringtrain.lab.prove.rows:of_trainer"
+OBSERVER = "ringtrain.lab.prove.rows:observe"
+SEED = 1
+"""set before a script, which may set another one"""
+STRATEGIES = ("ring", "mpi-ring")
+NOT_TOLD = {
+    "train.patience": 0,
+    "train.target_accuracy": 0,
+    "train.max_time_s": 0,
+    "tracking.timeline_steps": 0,
+    "hvd.groups": 0,
+    "hvd.fusion_mb": -1,
+    "chaos": "",
+}
+"""options of all runs: none ends early, and the order of additions is fixed"""
+PLAIN = {
+    "train.precision": "float32",
+    "train.virtual_ranks": 0,
+    "hvd.compression": "none",
+    "hvd.local_steps": 1,
+    "hvd.op": "average",
+}
+"""options of runs that are compared with one process, which does not round, leave out or add up as these do"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """How a start of a job differs from the job itself."""
+
+    name: str
+    num_ranks: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_part: bool = False
+    """whether a part of each batch is trained alone"""
+    precision: str = ""
+    is_seeded: bool = True
+    """whether a script is started with a seed"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The command of a script that calls `ringtrain.fit`, or of the trainer."""
+
+    script: Script
+    steps: int
+    num_ranks: int
+
+    def check(self) -> None:
+        """Raises LaunchError for a command that cannot be proved."""
+        try:
+            as_main.place_of_script(self.script.command)
+        except ValueError as error:
+            raise LaunchError(f"{error} after --: -- python own.py") from None
+        if self.script.is_trainer:
+            setup.find(self._base)
+            if self._base.strategy.name not in STRATEGIES:
+                raise LaunchError(f"strategy.name: got {self._base.strategy.name}, expected {' or '.join(STRATEGIES)}")
+
+    @property
+    def _base(self) -> Config:
+        """Configuration of the trainer."""
+        return config_io.read(self.script.train_args)
+
+    def command(self, variant: Variant, folder: Path) -> tuple[list[str], dict[str, str]]:
+        """Command of the ranks of a start whose runs are in `folder`, and variables for them."""
+        given: dict[str, Any] = {"by": "ringtrain prove", "folder": str(folder.absolute())}
+        options = {**NOT_TOLD, **variant.options}
+        words = list(self.script.command)
+        if self.script.is_trainer:
+            of_trainer = {**options, **self._of_trainer(variant)}
+            return words, variables(ForScript(**given, options=of_trainer))
+        if variant.is_seeded:
+            place = as_main.place_of_script(words)
+            words[place:place] = ["-m", "ringtrain.lab.prove.seeded", str(SEED), variant.precision or "float32"]
+        of_fit = {name: value for name, value in options.items() if name.startswith(sources.OPTIONS)}
+        parts = self.num_ranks if variant.is_part else 1
+        given |= {"epochs": EPOCHS, "steps": self.steps, "ranks": self.num_ranks, "parts": parts, "observer": OBSERVER}
+        return words, variables(ForScript(**given, options=of_fit))
+
+    def _of_trainer(self, variant: Variant) -> dict[str, Any]:
+        """Options of a start of the trainer, whose batch is that of one rank."""
+        base = self._base
+        is_virtual = bool(variant.options.get("train.virtual_ranks"))
+        batch_size = base.train.batch_size
+        if variant.num_ranks == 1 and not variant.is_part and not is_virtual:
+            batch_size *= self.num_ranks
+        num_parts = max(least_virtual(self.num_ranks + 1), base.train.virtual_ranks)
+        return {
+            "train.epochs": EPOCHS,
+            "train.batch_size": batch_size,
+            "train.callbacks": (*base.train.callbacks, RECORDER),
+            "data.max_samples": self.steps * num_parts * base.train.batch_size * base.optimizer.accumulation_steps,
+            "schedule.warmup_epochs": min(base.schedule.warmup_epochs, 1),
+            **({"train.precision": variant.precision} if variant.precision else {}),
+        }
+
+    def changed(self, start: Start) -> list[str]:
+        """Options of `PLAIN` that the job sets otherwise."""
+        if self.script.is_trainer:
+            return [name for name, value in PLAIN.items() if value_of(self._base, name) != value]
+        found: dict[str, None] = {}
+        for fit in start.fits:
+            options = start.outcome(fit).first("options") or {}
+            for name, value in options.items():
+                if name in PLAIN and value != PLAIN[name]:
+                    found[name] = None
+        return list(found)
+
+
+def least_virtual(num_ranks: int) -> int:
+    """Least number of virtual ranks for a number of ranks."""
+    return 1 << (num_ranks - 1).bit_length()

@@ -16,7 +16,7 @@ from ringtrain.derived import counted
 from ringtrain.errors import RunDirectoryError
 from ringtrain.lab.report import postmortem
 from ringtrain.monitor import journal
-from ringtrain.protocol.json_text import parse_json
+from ringtrain.protocol.json_text import INVALID, parse_json
 
 Record = dict[str, Any]
 MISSING = {
@@ -160,3 +160,13 @@ def defaults() -> dict[str, Any]:
     from ringtrain.config import Config
 
     return _flat(json.loads(json.dumps(dataclasses.asdict(Config()))))
+
+
+def is_done(folder: Path) -> bool:
+    """Whether a run has finished: trained all its steps or stopped early by itself."""
+    try:
+        summary = parse_json((folder / "summary.json").read_text(encoding="utf-8"))
+        trained = summary["global_step"] >= summary["numbers"]["num_steps"]
+        return bool(trained or summary["stopped_by"].startswith("train."))
+    except (OSError, *INVALID):
+        return False

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ringtrain.errors import RunDirectoryError
-from ringtrain.lab import jobs, tables
+from ringtrain.lab import tables
 from ringtrain.lab.report import curves, postmortem, run_folder
 from ringtrain.lab.report.run_folder import Run
 from ringtrain.lab.tables import number
@@ -124,7 +124,7 @@ def state_of(run: Run) -> str:
         return "running"
     if run.events:
         return postmortem.state(run.events)
-    if jobs.is_done(run.folder):
+    if run_folder.is_done(run.folder):
         return "complete"
     if run.summary:
         return "stopped"

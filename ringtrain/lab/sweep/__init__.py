@@ -1,10 +1,6 @@
-"""`ringtrain sweep`: trains with many values of some options.
+"""ringtrain sweep: trains with many values of some options, and shows which are best.
 
-cli:      the command; the best as TOML
-runner:   runs trials in parallel, each on its own slots
-trials:   what a trial trains: a configuration, or a script
-space:    the file of values and ranges
-study:    what to try next, in Optuna's storage
-progress: what is printed
-ensemble: averaged prediction of the best models
+cli:    the command, what it prints, and the averaged prediction of the best models
+space:  the values of each option that is tried, and Optuna's study of the trials
+trials: what is trained, and trials that run side by side
 """

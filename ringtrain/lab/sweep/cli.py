@@ -9,6 +9,7 @@ an interrupted sweep.
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -16,16 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ringtrain import config_io, data
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.derived import lower_is_better
 from ringtrain.errors import HostsError, LaunchError, RunDirectoryError
-from ringtrain.lab import jobs, ranks, stats
+from ringtrain.lab import ranks, stats
 from ringtrain.lab.script import Script, runs_in
-from ringtrain.lab.sweep import progress, runner, space
-from ringtrain.lab.sweep.study import FILE as STUDY_FILE
-from ringtrain.lab.sweep.study import Study, Trial
-from ringtrain.lab.sweep.trials import Trials
-from ringtrain.lab.tables import Table
+from ringtrain.lab.sweep import space, trials
+from ringtrain.lab.sweep.space import STUDY_FILE, Study, Trial
+from ringtrain.lab.sweep.trials import Running, Trials
+from ringtrain.lab.tables import Table, counted
 from ringtrain.options import AT_LEAST_0, AT_LEAST_1, FILE, NAME, Argument, N
 
 DEFAULT_TRIALS = 20
@@ -67,9 +71,7 @@ class Best:
 
 def on_ranks(options: Best, train_args: Sequence[str]) -> dict[str, Any]:
     """Evaluates models and the average of their predictions."""
-    from ringtrain.lab.sweep import ensemble
-
-    return ensemble.evaluate(options.runs)
+    return evaluate(options.runs)
 
 
 def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
@@ -100,16 +102,16 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
         raise HostsError(f"got --ranks-per-trial {num_ranks}, but {num_slots} slots in all ({listed}): name more hosts")
     minimize = lower_is_better(objective)
     folder.mkdir(parents=True, exist_ok=True)
-    with jobs.held(folder / "lock") as lock:
+    with trials.held(folder / "lock") as lock:
         if lock is None:
             raise RunDirectoryError(f"{folder}: another ringtrain sweep works there: wait, or give another --folder")
         claim(folder, options, job, found)
         study = Study(folder, found, options.sampler, options.prune, minimize, points)
         before = {one.number for one in study.trials() if one.state != "running"}
-        shown = progress.Shown(objective)
+        shown = Shown(objective)
         aim = "lowest" if minimize else "highest"
         shown.say(f"{most} trials in {folder}, for the {aim} {objective} of the last epoch")
-        sweep = runner.Sweep(folder, study, job, most, num_ranks, hosts, start.launch_words, shown)
+        sweep = trials.Sweep(folder, study, job, most, num_ranks, hosts, start.launch_words, shown)
         sweep.go()
         if sweep.stopped_by:
             name = signal.Signals(sweep.stopped_by).name
@@ -146,7 +148,7 @@ def claim(folder: Path, options: Options, job: Trials, found: space.Space) -> No
             f"{folder}: holds trials without {STUDY_FILE}, which says what was done: delete it, or give another"
             " --folder"
         )
-    jobs.claim(folder / "sweep.json", own, "sweep")
+    trials.claim(folder / "sweep.json", own, "sweep")
 
 
 def speed_of(new: Sequence[Trial], wall_s: float, at_once: int) -> dict[str, Any]:
@@ -167,7 +169,7 @@ def conclude(
 ) -> int:
     """Writes the results and the best values, and prints them."""
     trials, best, objective = study.trials(), study.best(), job.objective
-    progress.show(trials, best, objective, list(found))
+    show(trials, best, objective, list(found))
     results = {
         "objective": objective,
         "direction": "minimize" if study.minimize else "maximize",
@@ -190,8 +192,8 @@ def conclude(
             f"{speed['trials']} trials in {speed['wall_s']:.1f} s: {speed['over_ideal']:.3f} of the"
             f" {speed['sum_of_trials_s']:.1f} s of all together over {speed['at_once']} at a time"
         )
-    value = progress.number(best[0].value)
-    print(f"best: trial {best[0].number}, {objective} {value}: {progress.in_words(best[0].values)}")
+    value = number(best[0].value)
+    print(f"best: trial {best[0].number}, {objective} {value}: {in_words(best[0].values)}")
     print(f"  {launch}")
     print(f"compare: ringtrain report {' '.join(runs[:REPORTED])}")
     if options.ensemble:
@@ -204,3 +206,117 @@ def conclude(
         Table(["", "test accuracy", "cross-entropy"], rows, title).show()
         stats.write(folder / "results.json", "sweep", told, {**results, "ensemble": ensemble})
     return 0
+
+
+class Shown:
+    """Progress of a sweep on standard error."""
+
+    def __init__(self, objective: str) -> None:
+        from rich.console import Console
+
+        self.objective = objective
+        self.console = Console(stderr=True)
+
+    def say(self, text: str) -> None:
+        """Prints a permanent line."""
+        self.console.print(f"sweep: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def began(self, one: Running) -> None:
+        """Reports that a trial was started."""
+        again = ", which goes on" if one.epoch else ""
+        self.say(f"trial {one.trial.number}{again}: {in_words(one.values)} on {one.where}")
+
+    def ended(self, one: Trial) -> None:
+        """Reports the result of a trial."""
+        how = {"complete": f"{self.objective} {number(one.value)}", "failed": str(one.facts.get("reason"))}
+        after = f" after {counted(one.epochs, 'epoch')}" if one.epochs else ""
+        seconds = f", {one.facts['seconds']:.1f} s" if "seconds" in one.facts else ""
+        self.say(f"trial {one.number} {one.state}{after}{seconds}: {how.get(one.state) or in_words(one.values)}")
+
+
+def in_words(values: Mapping[str, Any]) -> str:
+    """Formats values, e.g. "train.batch_size=32 optimizer.learning_rate=0.00123"."""
+    return " ".join(f"{option}={number(value)}" for option, value in values.items())
+
+
+def number(value: Any) -> str:
+    """Formats a value with few characters."""
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    if value is None:
+        return ""
+    if isinstance(value, tuple | list):
+        return json.dumps(value)
+    return str(value)
+
+
+def show(trials: Sequence[Trial], best: Sequence[Trial], monitor: str, options: Sequence[str]) -> None:
+    """Prints all trials: the best first, then those that were pruned or failed.
+
+    The last column is the learning rate after scaling, which batch sizes and optimizers also change.
+    """
+    rest = sorted((one for one in trials if one not in best), key=lambda one: (one.state != "pruned", one.number))
+    rows = []
+    for one in [*best, *rest]:
+        seconds = f"{one.facts['seconds']:.1f}" if "seconds" in one.facts else ""
+        values = [number(one.values.get(option)) for option in options]
+        rate = number(one.facts.get("learning_rate"))
+        rows.append([str(one.number), one.state, number(one.value), str(one.epochs), seconds, *values, rate])
+    head = ("trial", "", monitor, "epochs", "s", *(option.rpartition(".")[2] for option in options), "trained rate")
+    Table(head, rows, f"{len(best)} of {len(trials)} trials complete").show()
+    for one in rest:
+        if one.state == "failed":
+            print(f"trial {one.number} failed: {one.facts.get('reason')}")
+
+
+def evaluate(runs: Sequence[str]) -> dict[str, Any]:
+    """Evaluates models on the test samples of their own configurations.
+
+    Args:
+        runs: Folders, the best first.
+    """
+    ranks.begin(config_io.read_toml(Path(runs[0], "config.toml")))
+    labels, first = predict(Path(runs[0]))
+    predicted = [first]
+    for run in runs[1:]:
+        its_labels, probabilities = predict(Path(run))
+        if not np.array_equal(its_labels, labels):
+            raise LaunchError(f"{run}: was tested on other samples than {runs[0]}: an ensemble needs the same")
+        predicted.append(probabilities)
+    scores = [score(labels, probabilities) for probabilities in predicted]
+    averaged = score(labels, np.mean(predicted, axis=0))
+    return {
+        "models": [{"run": run, **its} for run, its in zip(runs, scores, strict=True)],
+        "averaged": averaged,
+        "better_than_best_by": averaged["accuracy"] - scores[0]["accuracy"],
+        "num_test": len(first),
+    }
+
+
+def predict(run: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Labels [n] and predicted probabilities [n, classes] of a run's test samples."""
+    import keras
+
+    from ringtrain.run import resume, setup
+
+    config = config_io.read_toml(run / "config.toml")
+    named = setup.find(config)
+    data_set = named.read_data()
+    keras.config.set_dtype_policy(config.train.precision)
+    model = named.build_model(data_set.input_shape, data_set.num_classes)
+    resume.load_weights(model, run / "model.keras")
+    samples = data.evaluation_shard(len(data_set.test), 0, 1)
+    labels, probabilities = [], []
+    for inputs, own in data.evaluation_batches(data_set.test, samples, config.train.batch_size):
+        logits = np.asarray(keras.ops.convert_to_numpy(model.predict_on_batch(inputs)), np.float64)
+        exponents = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        probabilities.append(exponents / exponents.sum(axis=-1, keepdims=True))
+        labels.append(np.asarray(own))
+    return np.concatenate(labels), np.concatenate(probabilities)
+
+
+def score(labels: NDArray[np.int64], probabilities: NDArray[np.float64]) -> dict[str, float]:
+    """Accuracy and cross-entropy from labels [n] and probabilities [n, classes]."""
+    of_the_label = np.take_along_axis(probabilities, labels[:, None], axis=-1)
+    accuracy = np.mean(np.argmax(probabilities, axis=-1) == labels)
+    return {"accuracy": float(accuracy), "loss": float(-np.mean(np.log(np.maximum(of_the_label, 1e-300))))}

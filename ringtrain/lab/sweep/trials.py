@@ -1,19 +1,28 @@
-"""What the trials of a sweep train: a script with `ringtrain.fit`, or the trainer."""
+"""Trials of a sweep: what they train, on which slots, each under its own ringtrain launch."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
+import math
 import os
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+import signal
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ringtrain.cluster.hosts import Host
+from ringtrain.cluster.restart import ASKED_TO_STOP
 from ringtrain.config import nearest
 from ringtrain.errors import LaunchError
-from ringtrain.lab import jobs, script
+from ringtrain.lab import script
 from ringtrain.lab.script import Script
-from ringtrain.lab.sweep.study import Trial
+from ringtrain.lab.sweep.space import Study, Trial
+from ringtrain.protocol.env import HOST_SLOTS, YIELDING
 from ringtrain.protocol.for_script import ForScript, Tuned
 from ringtrain.protocol.json_text import INVALID, parse_json
 
@@ -76,7 +85,7 @@ def epochs_of(runs: Sequence[Path], monitor: str) -> list[tuple[int, float | Non
     for run in runs:
         before = epochs[-1][0] if epochs else 0
         with contextlib.suppress(FileNotFoundError):
-            own = jobs.epochs_of(run / "metrics.jsonl", monitor)
+            own = epochs_in(run / "metrics.jsonl", monitor)
             epochs += [(before + epoch, value) for epoch, value in own]
     return epochs
 
@@ -87,3 +96,298 @@ def rate_of(runs: Sequence[Path]) -> float | None:
         with contextlib.suppress(OSError, *INVALID):
             return float(parse_json((run / "summary.json").read_text(encoding="utf-8"))["numbers"]["learning_rate"])
     return None
+
+
+POLL_S = 0.1
+SETTLE_S = 1.0  # a signal that ends a trial usually reaches this process as well, a moment later
+
+
+@dataclass
+class Running:
+    """Running trial of a sweep."""
+
+    trial: Any
+    """Optuna trial"""
+    values: Mapping[str, Any]
+    folder: Path
+    place: Place
+    process: Any
+    log: Path
+    began_s: float = field(default_factory=time.monotonic)
+    epoch: int = 0
+    """last reported epoch"""
+    value: float | None = None
+    seen: Mapping[Path, tuple[float, int]] = field(default_factory=dict)
+    """modification time and size of each run's metrics.jsonl when last read"""
+    stopped_at: int = 0
+    """epoch at which the trial was pruned; 0: not pruned"""
+
+    @property
+    def seconds(self) -> float:
+        """Time since the start of the trial."""
+        return time.monotonic() - self.began_s
+
+    @property
+    def where(self) -> str:
+        """Placement as text, e.g. "host1:0,1"."""
+        return in_words(self.place)
+
+
+class Sweep:
+    """Runs trials until the study has enough or a signal arrives.
+
+    Args:
+        launch_words: Options of ringtrain launch for all trials.
+        shown: `cli.Shown`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        study: Study,
+        job: Trials,
+        most: int,
+        num_ranks: int,
+        hosts: Sequence[Host],
+        launch_words: Sequence[str],
+        shown: Any,
+    ) -> None:
+        self.folder, self.study, self.job, self.most, self.num_ranks = folder, study, job, most, num_ranks
+        self.hosts, self.shown = hosts, shown
+        self.launch_words = launch_words
+        self.free = {host.name: set(numbers(host)) for host in hosts}
+        self.running: list[Running] = []
+        self.waiting = study.interrupted()
+        self.no_more = False
+        self.stopped_by = 0
+
+    def go(self) -> None:
+        """Runs all trials in the main thread; stopped_by is then the signal that ended the sweep, or 0."""
+        before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        try:
+            while (not self.stopped_by and self._begin_another()) or self.running:
+                time.sleep(POLL_S)
+                for one in [*self.running]:
+                    code = one.process.poll()
+                    self._follow(one)
+                    if code is not None:
+                        self._end(one, code)
+        finally:
+            self._stop()
+            for one in self.running:
+                one.process.wait()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: object) -> None:
+        if not self.stopped_by:
+            self.stopped_by = number
+            self._stop()
+
+    def _stop(self) -> None:
+        """Asks all trials to save and exit, with SIGTERM to their ringtrain launch."""
+        for one in self.running:
+            one.process.send_signal(signal.SIGTERM)
+
+    # ---- beginning ------------------------------------------------------------------------------------------------
+
+    def _begin_another(self) -> bool:
+        """Starts a trial on each free set of slots; False if there are no more trials to start."""
+        while not self.no_more:
+            place = allot(self.free, self.num_ranks)
+            if not place:
+                break
+            trial = self.waiting.pop(0) if self.waiting else self.study.next(self.most)
+            if trial is None:
+                self.no_more = True
+                break
+            if not self._begin(trial, place):
+                self.waiting.append(trial)  # its previous attempt is still exiting
+                break
+        return not self.no_more
+
+    def _begin(self, trial: Any, place: Place) -> bool:
+        """Starts a trial, or records that it was pruned before."""
+        name = f"trial-{trial.number:04d}"
+        starts = self.folder / "starts"
+        starts.mkdir(exist_ok=True)
+        with held(starts / f"{name}.lock") as lock:
+            if lock is None:
+                return False
+            values = self.study.values(trial)
+            own, log = self.folder / name, starts / f"{name}.log"
+            one = Running(trial, values, own, place, None, log)
+            kept = self.study.trials()[trial.number]
+            one.epoch, one.stopped_at = kept.epochs, kept.facts.get("stopped_at", 0)
+            if one.stopped_at:
+                self._finish(trial, values, "pruned")
+                return True
+            command, variables = self.job.start(own, values)
+            words = [*self.launch_words, *words_of(place, self.hosts)]
+            environ = {**self._environ(place), **variables}
+            one.process = script.start_launch(words, command, environ, log, [lock])
+        for host, taken in place.items():
+            self.free[host] -= {*taken}
+        self.running.append(one)
+        if self.stopped_by:  # a signal arrived since the last check
+            one.process.send_signal(signal.SIGTERM)
+        self.shown.began(one)
+        return True
+
+    def _environ(self, place: Place) -> dict[str, str]:
+        most = max(host.slots for host in self.hosts if host.name in place)
+        # Ranks of several trials together fill a host.
+        full = {YIELDING: "1"} if most >= len(os.sched_getaffinity(0)) else {}
+        return {**full, **os.environ, HOST_SLOTS: str(most)}
+
+    # ---- while it runs --------------------------------------------------------------------------------------------
+
+    def _follow(self, one: Running) -> None:
+        """Reports new epochs of a trial and stops it if Optuna prunes it."""
+        runs = script.runs_in(one.folder)
+        seen: dict[Path, tuple[float, int]] = {}
+        for run in runs:
+            with contextlib.suppress(FileNotFoundError):
+                stat = (run / "metrics.jsonl").stat()
+                seen[run] = stat.st_mtime, stat.st_size
+        if one.seen == seen:
+            return
+        one.seen = seen
+        for epoch, value in epochs_of(runs, self.job.objective):
+            one.value = value
+            if epoch <= one.epoch:
+                continue
+            one.epoch = epoch
+            reported = math.nan if value is None else value
+            enough = self.study.report(one.trial, epoch, reported)
+            if enough and not one.stopped_at and one.process:
+                one.stopped_at = epoch
+                one.trial.set_user_attr("stopped_at", epoch)
+                one.process.send_signal(signal.SIGTERM)
+
+    # ---- ending ---------------------------------------------------------------------------------------------------
+
+    def _end(self, one: Running, code: int) -> None:
+        """Frees the slots of a trial and records its result."""
+        self.running.remove(one)
+        for host, taken in one.place.items():
+            self.free[host] |= {*taken}
+        if (code < 0 or code in ASKED_TO_STOP) and not one.stopped_at:
+            if not self.stopped_by:
+                time.sleep(SETTLE_S)
+            if self.stopped_by:
+                return  # resumed when the sweep is
+        self._judge(one, code)
+
+    def _judge(self, one: Running, code: int) -> None:
+        runs = script.runs_in(one.folder)
+        rate = rate_of(runs)
+        facts: dict[str, Any] = {"seconds": round(one.seconds, 3), "where": one.where, "learning_rate": rate}
+        if code and one.stopped_at:
+            self._finish(one.trial, one.values, "pruned", **facts)
+        elif code:
+            self._finish(one.trial, one.values, "failed", reason=script.reason_of(one.log, code), **facts)
+        elif one.value is None or not math.isfinite(one.value):
+            why = "it ended before its first epoch"
+            if one.epoch:
+                why = f"its last epoch has no {self.job.objective}"
+            if not runs:
+                why = "it has recorded no epoch: expected a script that calls ringtrain.fit"
+            recorded = script.metrics_of(runs[-1]) if runs else []
+            if recorded and self.job.objective not in recorded:
+                why = f"it has no {self.job.objective}: {nearest(self.job.objective, recorded)}"
+            self._finish(one.trial, one.values, "failed", reason=why, **facts)
+        else:
+            self._finish(one.trial, one.values, "complete", one.value, **facts)
+
+    def _finish(
+        self, trial: Any, values: Mapping[str, Any], state: str, value: float | None = None, **facts: Any
+    ) -> None:
+        self.study.finish(trial, state, value, **facts)
+        self.shown.ended(self.study.trials()[trial.number])
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[int | None]:
+    """File lock, held until all processes with its descriptor have exited; yields None if another process holds it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+        else:
+            yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def claim(path: Path, own: Mapping[str, Any], what: str, fix: str = "--folder") -> None:
+    """Records the settings that a folder belongs to, or checks that they match those on record."""
+    own = json.loads(json.dumps(own))
+    if not path.exists():
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    try:
+        known = dict(parse_json(path.read_text(encoding="utf-8")))
+    except INVALID:
+        raise LaunchError(f"{path}: expected a JSON object that says what the folder is for: delete it") from None
+    for name in {**known, **own}:
+        if known.get(name) != own.get(name):
+            raise LaunchError(
+                f"{path.parent}: holds a {what} whose {name} is {known.get(name)}, got {own.get(name)}: give another"
+                f" {fix}, or delete it"
+            )
+
+
+def epochs_in(path: Path, monitor: str) -> list[tuple[int, float | None]]:
+    """Reads epochs, from 1, with their monitored value; incomplete lines are skipped."""
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(*INVALID):
+            record = parse_json(line)
+            value = record[monitor]
+            found.append((int(record["epoch"]), None if value is None else float(value)))
+    return found
+
+
+Place = Mapping[str, tuple[int, ...]]
+"""slot numbers by host"""
+
+
+def allot(free: Mapping[str, Collection[int]], num_ranks: int) -> Place:
+    """Allocates slots on the fullest host where a trial fits, else on the fewest hosts; empty if too few are free."""
+    fitting = [name for name, slots in free.items() if len(slots) >= num_ranks]
+    if fitting:
+        name = min(fitting, key=lambda name: len(free[name]))
+        return {name: tuple(sorted(free[name])[:num_ranks])}
+    place, left = {}, num_ranks
+    for name, slots in sorted(free.items(), key=lambda one: -len(one[1])):
+        if left and slots:
+            place[name] = tuple(sorted(slots)[:left])
+            left -= len(place[name])
+    return {} if left else place
+
+
+def words_of(place: Place, hosts: Sequence[Host]) -> list[str]:
+    """Options of ringtrain launch for a placement."""
+    used = [Host(host.name, max(numbers(host)) + 1) for host in hosts if host.name in place]
+    chosen = []
+    for host in used:
+        name, _, _ = str(host).rpartition(":")
+        chosen += [f"{name}:{slot}" for slot in place[host.name]]
+    return ["-H", ",".join(map(str, used)), "--include", ",".join(chosen)]
+
+
+def numbers(host: Host) -> Sequence[int]:
+    """Slot numbers of a host."""
+    return host.indices or range(host.slots)
+
+
+def in_words(place: Place) -> str:
+    """Formats a placement, e.g. "host1:0,1"."""
+    return " ".join(f"{host}:{','.join(map(str, taken))}" for host, taken in place.items())
