@@ -98,34 +98,6 @@ def _resumable() -> keras.Model:
     return compiled(model, optimizer=keras.optimizers.Adam(0.01), metrics=["mae"])
 
 
-def _run(name: str, *callbacks: keras.callbacks.Callback) -> tuple[keras.Model, Any, keras.callbacks.Callback]:
-    model = _resumable()
-    plateau = keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, min_delta=0.05)
-    config = options(checkpoint=CheckpointConfig(every_steps=1))
-    arguments = {"batch_size": 32, "epochs": 3, "validation_data": (X[:40], Y[:40]), "verbose": 0}
-    history = ringtrain.fit(model, X, Y, name=name, callbacks=[plateau, *callbacks], options=config, **arguments)
-    return model, history, plateau
-
-
-@only(np=3)
-def killed_and_resumed() -> None:
-    """After a step within an epoch, after an epoch, and in the last epoch: as if never interrupted."""
-    model, history, plateau = _run("uninterrupted")
-    for num_steps in (2, 2, 7):
-        with contextlib.suppress(Killed):
-            _run("killed", KillAfter(num_steps))
-            raise AssertionError("was not killed")
-    resumed, again, its_plateau = _run("killed")
-    assert distance(model, resumed) == 0
-    assert history.history == again.history and history.epoch == again.epoch
-    assert history.checksum == again.checksum
-    assert (plateau.best, plateau.wait) == (its_plateau.best, its_plateau.wait)
-    # Once complete, it is not trained again.
-    _, complete, _ = _run("uninterrupted", KillAfter(0))
-    assert complete.history == history.history
-    assert complete.checksum == history.checksum
-
-
 class Noise(keras.layers.Layer):
     """Adds random numbers without a seed of their own, and keeps the first of the last batch."""
 

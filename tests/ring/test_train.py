@@ -18,8 +18,6 @@ from ringtrain import config_io
 from ringtrain.config import Config, DataConfig
 from ringtrain.data.sources import DEBIAN_FOLDER
 from ringtrain.monitor import goodput, journal
-from ringtrain.protocol import env
-from ringtrain.protocol.attempt import Attempt
 
 TRAIN = [sys.executable, "-m", "ringtrain.train"]
 TIMEOUT_S = 600  # far above what anything here takes: for machines with other work to do
@@ -355,18 +353,6 @@ def test_no_network_is_said_with_what_to_do(tmp_path):
     assert "--data.dir" in line and not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("case", ["unknown key", "large batch", "unwritable"])
-def test_bad_input_is_said_once_under_the_launcher(case, tmp_path):
-    options, message = bad_input(tmp_path, case)
-    before = files_in(tmp_path)
-    warm = case != "unknown key"
-    ended = launching.run(2, [*TRAIN, *options], timeout_s=TIMEOUT_S, cwd=tmp_path, warm=warm)
-    assert ended.returncode == 2
-    (line,) = (line for line in said(ended, "stderr") if line.strip())
-    assert line.startswith(message)
-    assert files_in(tmp_path) == before and not (tmp_path / "runs").exists()
-
-
 BY_RANK = """
 import os, sys
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
@@ -393,30 +379,6 @@ def test_what_only_one_rank_misses_ends_all_and_names_it(tmp_path):
     line = refused_by_rank(options, tmp_path / "runs")
     where = f"ringtrain: rank 1 on {os.uname().nodename}: {tmp_path}/none/train-images-idx3-ubyte: not found"
     assert line.startswith(where)
-
-
-UNLISTED = """
-import errno, os, sys
-from ringtrain.train import main
-
-def fail(event, args):
-    if event == "os.listdir" and str(args[0]).endswith("a/checkpoints"):
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(args[0]))
-
-if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-    sys.addaudithook(fail)
-sys.exit(main(["--data.name", "synthetic", "--run.directory", {runs!r}]))
-"""
-
-
-def test_checkpoints_that_one_rank_cannot_list_end_a_restart_on_all_ranks(tmp_path):
-    (tmp_path / "runs" / "a" / "checkpoints").mkdir(parents=True)
-    program = [sys.executable, "-c", UNLISTED.format(runs=str(tmp_path / "runs"))]
-    restart = {env.ATTEMPT: Attempt(number=1, run_name="a").to_json()}
-    ended = launching.run(2, program, timeout_s=TIMEOUT_S, env=restart, warm=True)
-    assert ended.returncode == 2, ended.stderr
-    (line,) = (line for line in said(ended, "stderr") if line.strip())
-    assert line.startswith(f"ringtrain: rank 1 on {os.uname().nodename}: [Errno 5] Input/output error: ")
 
 
 def test_an_error_before_horovod_starts_on_rank_1_alone_is_said_by_rank_1(tmp_path):
