@@ -5,14 +5,11 @@ python tests/ring/run_split.py
 
 from __future__ import annotations
 
-import gc
-import itertools
 import re
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -20,7 +17,6 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 from tensorflow.python.eager import context
-from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from ringtrain import hvd
 from ringtrain.config import DeviceConfig
@@ -261,49 +257,6 @@ def all_of_a_part_runs_on_its_device() -> None:
         assert Counter(one.value.device[-5:] for one in model.optimizer.momentums) == updates
 
 
-def planes(model: keras.Model, x: Any, y: Any) -> Any:
-    """Trace of a step."""
-    gc.collect()
-    with tempfile.TemporaryDirectory() as folder:
-        tf.profiler.experimental.start(folder, tf.profiler.experimental.ProfilerOptions(host_tracer_level=3))
-        model.train_on_batch(x, y)
-        tf.profiler.experimental.stop()
-        (file,) = Path(folder).rglob("*.xplane.pb")
-        return xplane_pb2.XSpace.FromString(file.read_bytes()).planes
-
-
-def busy(num_parts: int) -> dict[tuple[int, bool, int], tuple[float, float]]:
-    """First begin and last end, in ms, of a step's matrix products, by stage, backward or not, and micro-batch."""
-    wide = [layers.Dense(512, activation="relu", name=f"wide-{number}") for number in range(8)]
-    with tf.device("CPU:0"):
-        model = keras.Sequential([keras.Input((512,)), *wide])
-    hvd.split(model, 2, num_parts, ["wide-4"])
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
-    x = np.random.default_rng(0).normal(size=(512, 512)).astype("float32")
-    spans: dict[tuple[int, bool, int], tuple[float, float]] = {}
-    model.train_on_batch(x, x)
-    for plane in planes(model, x, x):
-        for line, event in ((one, event) for one in plane.lines for event in one.events):
-            name = plane.event_metadata[event.metadata_id].name
-            found = re.search(r"stage_(\d)_part_(\d+)/.*MatMul$", name)
-            if found:
-                key = int(found[1]), name.startswith("gradient_tape"), int(found[2])
-                begin = line.timestamp_ns / 1e6 + event.offset_ps / 1e9
-                first, last = spans.get(key, (begin, begin))
-                spans[key] = min(first, begin), max(last, begin + event.duration_ps / 1e9)
-    return spans
-
-
-def stages_work_at_the_same_time_each_on_one_micro_batch() -> None:
-    spans = busy(PARTS)
-    assert len(spans) == 4 * PARTS, spans.keys()
-    for stage in (1, 2):
-        in_order = [spans[stage, back, part + 1] for back, part in stages.order(2, PARTS, stage - 1)]
-        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(in_order)), (stage, spans)
-    firsts, seconds = ([span for key, span in spans.items() if key[0] == stage] for stage in (1, 2))
-    assert any(one[0] < other[1] and other[0] < one[1] for one in firsts for other in seconds), spans
-
-
 CASES: dict[str, Callable[[], None]] = {
     "branched": lambda: stages_have_the_bits_of_one(branched, lambda: keras.optimizers.Adam(0.01)),
     "columns": lambda: columns_have_the_weights_and_slots_of_the_whole(divided, 2, 3),
@@ -326,7 +279,6 @@ CASES: dict[str, Callable[[], None]] = {
             a_partial_sum_that_is_left_out_is_seen,
             optimizers_that_cannot_update_parts_are_refused,
             a_batch_with_too_few_rows_is_refused,
-            stages_work_at_the_same_time_each_on_one_micro_batch,
         )
     },
 }
