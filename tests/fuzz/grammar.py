@@ -36,8 +36,10 @@ if __name__ == "__main__":
 class Draw:
     """Choices of a job by name; `given` has those that are not drawn, by their numbers or texts."""
 
-    def __init__(self, seed: int, given: Mapping[str, int | str]) -> None:
+    def __init__(self, seed: int, given: Mapping[str, int | str], is_whole: bool = False) -> None:
         self.seed, self.given = seed, given
+        self.is_whole = is_whole
+        """whether choices that are not given take their first options"""
         self.taken: dict[str, int] = {}
         self.words: dict[str, str] = {}
         self.reasons: list[str] = []
@@ -45,7 +47,7 @@ class Draw:
     def __call__(self, name: str, *options: T, often: int = 1) -> T:
         """One of the options; the first one is `often` times as likely as another."""
         drawn = random.Random(f"{self.seed}/{name}").randrange(len(options) - 1 + often) - often + 1
-        given = self.given.get(name, max(0, drawn))
+        given = self.given.get(name, 0 if self.is_whole else max(0, drawn))
         number = [str(option) for option in options].index(given) if isinstance(given, str) else given
         number = min(number, len(options) - 1)
         self.taken[name], self.words[name] = number, str(options[number])
@@ -113,9 +115,9 @@ TASKS = {
 }
 
 
-def job(seed: int, given: Mapping[str, int | str] | None = None) -> Job:
-    """The job of a seed, with the options of the choices that are given."""
-    draw = Draw(seed, given or {})
+def job(seed: int, given: Mapping[str, int | str] | None = None, is_whole: bool = False) -> Job:
+    """The job of a seed, with the options of the choices that are given, and, if these are the whole, first ones."""
+    draw = Draw(seed, given or {}, is_whole)
     task = TASKS[draw("task", *TASKS)]
     policy = draw("policy", "float64", "float32", "mixed_float16", "mixed_bfloat16", often=60)
     if policy != "float64":
@@ -646,7 +648,8 @@ PYDATASET = (
 )
 PYDATASET_EPOCHS = (
     "    def on_epoch_end(self):",
-    "        self.arrays = keras.tree.map_structure(lambda a: np.roll(a, 1, 0), self.arrays)",
+    "        x, *more = self.arrays",
+    "        self.arrays = (keras.tree.map_structure(lambda a: np.roll(a, 1, 0), x), *more)",
 )
 GENERATOR = (
     "def batches(*arrays, passes=99):",
@@ -683,7 +686,7 @@ PIPELINES = (
     "data.batch(batch).shuffle(5, seed=3)",
     "data.map(lambda *row: row, num_parallel_calls=2).batch(batch)",
     "data.batch(batch).map(lambda *parts: parts)",
-    "data.batch(batch).map(lambda *parts: tf.nest.map_structure(lambda p: tf.reverse(p, [0]), parts))",
+    "data.batch(batch).map(lambda x, *more: (tf.nest.map_structure(lambda p: tf.reverse(p, [0]), x), *more))",
     "data.batch(batch, drop_remainder=True)",
     "data.take(rows - 1).batch(batch)",
     "data.skip(2).batch(batch)",
