@@ -538,7 +538,7 @@ METRICS = {
         "keras.metrics.CosineSimilarity()",
         *OF_ANY,
         "keras.metrics.R2Score()",
-        "keras.metrics.PearsonCorrelation()",
+        "keras.metrics.PearsonCorrelation()",  # the last two not of sequences
     ),
     "classes": (
         '"accuracy"',
@@ -607,8 +607,9 @@ def _compile(draw: Draw, task: Task, nest: str) -> list[str]:
         if any(words in loss for words in WHOLE_BATCH):
             draw.unequal("a loss of the whole batch")
         losses[name] = loss.replace("REDUCED", draw(f"reduction {name}", *REDUCTIONS, often=5)).replace(", )", ")")
-        metrics[name] = f"[{draw(f'metric {name}', *METRICS[kind], often=4)}]"
-        weighted[name] = f"[{draw(f'weighted metric {name}', '', *METRICS[kind], often=4)}]"
+        of_kind = METRICS[kind][:-2] if task.is_sequence else METRICS[kind]
+        metrics[name] = f"[{draw(f'metric {name}', *of_kind, often=4)}]"
+        weighted[name] = f"[{draw(f'weighted metric {name}', '', *of_kind, often=4)}]"
     if "q" in losses and draw.flag("no loss", often=9):
         losses["q"] = "None"
     arguments = [optimizer, f"loss={_nest(losses, nest)}"]
@@ -796,8 +797,6 @@ def _pipeline(draw: Draw, given: str, arguments: list[str]) -> tuple[list[str], 
         lines.append(SHORTENED)
     if draw.flag("shuffled rows", often=2):
         lines.append("data = data.shuffle(rows, seed=6)")
-    if draw.taken["rate"] and any(words in pipeline for words in UNKNOWN_LENGTH):
-        draw.unequal("an unknown length with a schedule")
     if ".shuffle(7)." in pipeline:
         draw.unequal("order of rows")
     if ".repeat()." in pipeline or draw.flag("steps of data", often=9):
@@ -882,6 +881,13 @@ def _fits(draw: Draw, task: Task, compiled: list[str]) -> list[str]:
     if epochs > 1 and draw.flag("initial epoch", often=12):
         arguments.append("initial_epoch=1")
     before, after = _callbacks(draw, arguments)
+    counts_steps = draw.taken["rate"] or any("on_train_batch_begin" in line for line in before)
+    if (
+        counts_steps
+        and draw.words["data"] == "tf.data"
+        and any(word in draw.words["pipeline"] for word in UNKNOWN_LENGTH)
+    ):
+        draw.unequal("the end of an unknown length is a step of Keras")
     call = f"fit(model, {data}, {', '.join(arguments)})"
     lines += [*before, f"histories = [{call}.history]"]
     if draw.flag("second fit"):
