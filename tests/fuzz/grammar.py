@@ -935,7 +935,7 @@ CALLBACK_CLASSES = {
         "        super().__init__()",
         "        self.count, self.best, self.names = 0, np.inf, []",
         "        self.losses, self.variable = np.zeros(9), keras.Variable(1.0)",
-        "    def on_train_batch_begin(self, batch, logs=None):",
+        "    def on_train_batch_end(self, batch, logs=None):",
         "        self.count += 1",
         "        last = self.model.trainable_variables[-1]",
         "        last.assign(last + 0.001 * ops.cast(self.variable, last.dtype))",
