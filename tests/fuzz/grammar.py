@@ -36,8 +36,10 @@ if __name__ == "__main__":
 class Draw:
     """Choices of a job by name; `given` has those that are not drawn, by their numbers or texts."""
 
-    def __init__(self, seed: int, given: Mapping[str, int | str]) -> None:
+    def __init__(self, seed: int, given: Mapping[str, int | str], is_whole: bool = False) -> None:
         self.seed, self.given = seed, given
+        self.is_whole = is_whole
+        """whether choices that are not given take their first options"""
         self.taken: dict[str, int] = {}
         self.words: dict[str, str] = {}
         self.reasons: list[str] = []
@@ -45,7 +47,7 @@ class Draw:
     def __call__(self, name: str, *options: T, often: int = 1) -> T:
         """One of the options; the first one is `often` times as likely as another."""
         drawn = random.Random(f"{self.seed}/{name}").randrange(len(options) - 1 + often) - often + 1
-        given = self.given.get(name, max(0, drawn))
+        given = self.given.get(name, 0 if self.is_whole else max(0, drawn))
         number = [str(option) for option in options].index(given) if isinstance(given, str) else given
         number = min(number, len(options) - 1)
         self.taken[name], self.words[name] = number, str(options[number])
@@ -113,9 +115,9 @@ TASKS = {
 }
 
 
-def job(seed: int, given: Mapping[str, int | str] | None = None) -> Job:
-    """The job of a seed, with the options of the choices that are given."""
-    draw = Draw(seed, given or {})
+def job(seed: int, given: Mapping[str, int | str] | None = None, is_whole: bool = False) -> Job:
+    """The job of a seed, with the options of the choices that are given, and, if these are the whole, first ones."""
+    draw = Draw(seed, given or {}, is_whole)
     task = TASKS[draw("task", *TASKS)]
     policy = draw("policy", "float64", "float32", "mixed_float16", "mixed_bfloat16", often=60)
     if policy != "float64":
@@ -536,7 +538,7 @@ METRICS = {
         "keras.metrics.CosineSimilarity()",
         *OF_ANY,
         "keras.metrics.R2Score()",
-        "keras.metrics.PearsonCorrelation()",
+        "keras.metrics.PearsonCorrelation()",  # the last two not of sequences
     ),
     "classes": (
         '"accuracy"',
@@ -605,8 +607,9 @@ def _compile(draw: Draw, task: Task, nest: str) -> list[str]:
         if any(words in loss for words in WHOLE_BATCH):
             draw.unequal("a loss of the whole batch")
         losses[name] = loss.replace("REDUCED", draw(f"reduction {name}", *REDUCTIONS, often=5)).replace(", )", ")")
-        metrics[name] = f"[{draw(f'metric {name}', *METRICS[kind], often=4)}]"
-        weighted[name] = f"[{draw(f'weighted metric {name}', '', *METRICS[kind], often=4)}]"
+        of_kind = METRICS[kind][:-2] if task.is_sequence else METRICS[kind]
+        metrics[name] = f"[{draw(f'metric {name}', *of_kind, often=4)}]"
+        weighted[name] = f"[{draw(f'weighted metric {name}', '', *of_kind, often=4)}]"
     if "q" in losses and draw.flag("no loss", often=9):
         losses["q"] = "None"
     arguments = [optimizer, f"loss={_nest(losses, nest)}"]
@@ -794,8 +797,6 @@ def _pipeline(draw: Draw, given: str, arguments: list[str]) -> tuple[list[str], 
         lines.append(SHORTENED)
     if draw.flag("shuffled rows", often=2):
         lines.append("data = data.shuffle(rows, seed=6)")
-    if draw.taken["rate"] and any(words in pipeline for words in UNKNOWN_LENGTH):
-        draw.unequal("an unknown length with a schedule")
     if ".shuffle(7)." in pipeline:
         draw.unequal("order of rows")
     if ".repeat()." in pipeline or draw.flag("steps of data", often=9):
@@ -827,7 +828,7 @@ def _validation(draw: Draw, lines: list[str], data: str) -> list[str]:
         lines += [*GENERATOR] * (not data.startswith("batches"))
         arguments = [f"validation_data=batches(*{given})", "validation_steps=2"]
     elif kind == "repeated":
-        arguments = [f"validation_data={held_out}.shuffle(9, seed=2).repeat().batch(4)", "validation_steps=2"]
+        arguments = [f"validation_data={held_out}.repeat().batch(4)", "validation_steps=2"]
     elif kind == "filtered":
         condition = "lambda *row: tf.random.stateless_uniform((), (1, 2)) < 2"
         arguments = [f"validation_data={held_out}.filter({condition}).batch(4)"]
@@ -867,6 +868,10 @@ PREDICTED = (
 )
 
 
+def _is_endless_and_shuffled(draw: Draw) -> bool:
+    return draw.words["data"] == "tf.data" and ".shuffle(4, seed=1).repeat()." in draw.words["pipeline"]
+
+
 def _fits(draw: Draw, task: Task, compiled: list[str]) -> list[str]:
     """Lines that train, evaluate and predict, and return what is compared."""
     epochs = draw("epochs", 2, 1, 3)
@@ -876,9 +881,20 @@ def _fits(draw: Draw, task: Task, compiled: list[str]) -> list[str]:
     if epochs > 1 and draw.flag("initial epoch", often=12):
         arguments.append("initial_epoch=1")
     before, after = _callbacks(draw, arguments)
+    counts_steps = draw.taken["rate"] or any("on_train_batch_begin" in line for line in before)
+    if (
+        counts_steps
+        and draw.words["data"] == "tf.data"
+        and any(word in draw.words["pipeline"] for word in UNKNOWN_LENGTH)
+    ):
+        draw.unequal("the end of an unknown length is a step of Keras")
     call = f"fit(model, {data}, {', '.join(arguments)})"
     lines += [*before, f"histories = [{call}.history]"]
     if draw.flag("second fit"):
+        if _is_endless_and_shuffled(
+            draw
+        ):  # Keras' iterator reads ahead, so that its next one has other orders in each run
+            draw.unequal("order of rows")
         between = draw("between", *BETWEEN)
         if "learning_rate" in between and draw.taken["rate"]:  # a schedule
             between = ""
@@ -919,9 +935,10 @@ CALLBACK_CLASSES = {
         "        super().__init__()",
         "        self.count, self.best, self.names = 0, np.inf, []",
         "        self.losses, self.variable = np.zeros(9), keras.Variable(1.0)",
-        "    def on_train_batch_begin(self, batch, logs=None):",
+        "    def on_train_batch_end(self, batch, logs=None):",
         "        self.count += 1",
-        "        self.model.layers[-1].bias.assign_add(0.001 * self.variable * np.ones(3))",
+        "        last = self.model.trainable_variables[-1]",
+        "        last.assign(last + 0.001 * ops.cast(self.variable, last.dtype))",
         "    def on_epoch_end(self, epoch, logs=None):",
         "        self.best, self.losses[epoch] = min(self.best, logs['loss']), logs['loss']",
         "        self.variable.assign(self.variable * 0.5 + self.count)",

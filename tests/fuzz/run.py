@@ -62,10 +62,13 @@ def difference(expected: Mapping[str, np.ndarray], found: Mapping[str, np.ndarra
         if value.shape != other.shape or value.dtype.kind not in "fiub" or other.dtype.kind not in "fiub":
             if value.shape != other.shape or not np.array_equal(value, other):
                 differences.append((float("inf"), path))
+        elif not np.array_equal(np.isfinite(value), np.isfinite(other)):
+            differences.append((float("inf"), path))
         elif not np.array_equal(value, other, equal_nan=True):
-            size = max(float(np.nanmax(np.abs(value), initial=0.0)), 1e-3)
-            distance = float(np.max(np.abs(np.subtract(value, other, dtype=float)), initial=0.0)) / size
-            if not distance <= within:
+            size = max(float(np.max(np.abs(value), where=np.isfinite(value), initial=0.0)), 1e-3)
+            apart = np.abs(np.subtract(value, other, dtype=float))
+            distance = float(np.max(apart, where=np.isfinite(apart), initial=0.0)) / size
+            if distance > within:
                 differences.append((distance, path))
     differences.sort(reverse=True)
     return ", ".join(f"{path} {distance:.1e}" for distance, path in differences[:4])
@@ -238,7 +241,7 @@ def line_of(job: grammar.Job) -> str:
 
 def job_of(line: str) -> grammar.Job:
     seed, words = json.loads(line)
-    return grammar.job(seed, collections.defaultdict(int, words))
+    return grammar.job(seed, words, is_whole=True)
 
 
 def main() -> None:
