@@ -24,7 +24,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import grammar
-from launching import run
+from launching import ROOT, run
 
 RANKS, CORPUS = Path(__file__).with_name("ranks.py"), Path(__file__).with_name("corpus.txt")
 
@@ -118,7 +118,9 @@ def judged(job: grammar.Job, reference: SimpleNamespace, ranks: Sequence[Mapping
     return Result("equal", "", first.unlike, (), first.values)
 
 
-def trained(jobs: Sequence[grammar.Job], size: int, folder: Path, resumes: bool) -> Iterable[Result]:
+def trained(
+    jobs: Sequence[grammar.Job], size: int, folder: Path, resumes: bool, package: Path = ROOT
+) -> Iterable[Result]:
     """Results of jobs on a number of ranks; a start that ends is made again behind the job that ended it."""
     for number, job in enumerate(jobs):
         (folder / f"{number}.py").write_text(job.script)
@@ -128,7 +130,8 @@ def trained(jobs: Sequence[grammar.Job], size: int, folder: Path, resumes: bool)
         for number in range(done, len(jobs)):
             words.append(f"{number}:train:{_step(jobs[number]) if resumes else 0}")
         try:
-            ended = run(size, [sys.executable, RANKS, folder, *words], LIMIT_S * len(words) + 60, warm=True)
+            limit_s, env = LIMIT_S * len(words) + 60, {"PYTHONPATH": str(package)}
+            ended = run(size, [sys.executable, RANKS, folder, *words], limit_s, env, warm=True)
             output = ended.stderr
         except TimeoutError as error:
             output = str(error)
@@ -183,10 +186,15 @@ def killed(jobs: Sequence[grammar.Job], results: Mapping[int, list[Result]], fol
     return found
 
 
-def results_of(jobs: Sequence[grammar.Job], sizes: Sequence[int], resumes: bool, kills: bool) -> list[Result]:
-    """Results of jobs on several numbers of ranks, of which the first failure counts."""
+def results_of(
+    jobs: Sequence[grammar.Job], sizes: Sequence[int], resumes: bool, kills: bool, package: Path = ROOT
+) -> list[Result]:
+    """Results of jobs on several numbers of ranks, of which the first failure counts.
+
+    package: Folder of the ringtrain that ranks train with, unless they are killed.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        results = {size: list(trained(jobs, size, Path(folder), resumes)) for size in sizes}
+        results = {size: list(trained(jobs, size, Path(folder), resumes, package)) for size in sizes}
         merged = killed(jobs, results, Path(folder)) if kills else list(results[sizes[0]])
     for number, job in enumerate(jobs):
         first = results[sizes[0]][number]
