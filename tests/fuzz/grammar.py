@@ -385,7 +385,8 @@ STEPS_OF_MODELS = {
         "        for number, tracker in enumerate(self.trackers):",
         "            tracker.update_state(number + ops.mean(ops.square(keras.tree.flatten(predicted)[0]), -1))",
         *TRAIN_STEP[5:7],
-        '        return {"first": self.trackers[0].result(), "second": self.trackers[1].result()}',
+        "        first, second = (tracker.result() for tracker in self.trackers)",
+        '        return {**self.compute_metrics(x, y, predicted, sample_weight), "first": first, "second": second}',
     ),
     "two updates": (
         *TRAIN_STEP[:2],
