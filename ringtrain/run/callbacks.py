@@ -37,7 +37,6 @@ class Callbacks:
             is_due=lambda: self.stop.save_is_due,
             while_saving=faults.while_saving,
             is_ended=lambda: self.stop.is_ended,
-            grace_ends_s=lambda: self.stop.grace_ends_s,
         )
         wanted = run.config if run.rank == 0 else Config()
         self.trackers = hvd.run_together(lambda: trackers.Trackers(wanted, dataclasses.asdict(run.numbers), run.folder))

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.errors import RunDirectoryError
-from ringtrain.run.run_folder import LEASE
+from ringtrain.run.run_folder import WRITER
 
 FILES = re.compile(
-    rf"([^/]+/)?(config\.toml|(metrics|steps)\.jsonl|summary\.json|{re.escape(LEASE)}|logs/journal-\d+\.jsonl)"
+    rf"([^/]+/)?(config\.toml|(metrics|steps)\.jsonl|summary\.json|{re.escape(WRITER)}|logs/journal-\d+\.jsonl)"
 )
 """files that a report reads, of a run or of the runs in a folder"""
 TIMES = ("LastModified", "mtime", "updated", "last_modified", "created")

@@ -18,7 +18,7 @@ from ringtrain.lab.report.metrics_server import MetricsServer
 from ringtrain.lab.report.run_folder import Run
 from ringtrain.monitor import goodput
 from ringtrain.options import Argument, NotWith, Rule
-from ringtrain.run.run_folder import NO_METRICS, is_leased, is_locked, plain
+from ringtrain.run.run_folder import NO_METRICS, has_writer, is_locked, plain
 
 RUNS = "runs"
 PORT = Rule("0 to 65535", lambda value: 0 <= value <= 65535, {"minimum": 0, "maximum": 65535})
@@ -146,7 +146,7 @@ def _last_speed(records: Sequence[Mapping[str, Any]]) -> float | None:
 
 def state_of(run: Run) -> str:
     """State of a run in a word, in `ringtrain runs` and reports."""
-    if is_locked(run.folder) or is_leased(run.folder):
+    if is_locked(run.folder) or has_writer(run.folder):
         return "running"
     if run.events:
         return postmortem.state(run.events)
