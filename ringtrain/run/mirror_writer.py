@@ -107,7 +107,7 @@ class Writer:
                 time.sleep(POLL_S)
                 now = self._read()
             if now is not None and now != first:
-                raise self._in_use_by(now)
+                raise self._in_use_by(now or first)  # "": it is being written
         with_retries(self._write, self.url, f"{self.url}: cannot be written")
         time.sleep(POLL_S)  # of two jobs that start at the same moment, the last to write it is the writer
         self._confirmed_s = time.monotonic()

@@ -210,6 +210,28 @@ def test_one_job_writes_at_a_time(quick, tmp_path, monkeypatch):
     assert not left._thread.is_alive()
 
 
+def test_a_job_that_copies_a_large_file_is_not_taken_for_lost(quick, tmp_path, monkeypatch):
+    """Its upload takes longer than a second writer waits for a change."""
+    run, there = saved(tmp_path / "r", 10), tmp_path / "there"
+    first = Mirror(str(there), "r")
+    may_go_on, put = threading.Event(), first.store.put_file
+
+    def slowly(path, to, **kwargs):
+        may_go_on.wait(60)
+        put(path, to, **kwargs)
+
+    monkeypatch.setattr(first.store, "put_file", slowly)
+    first.add(run)
+    with monkeypatch.context() as other_process:
+        other_process.setattr(mirror, "_open", [])
+        with pytest.raises(RunDirectoryError, match="in use by process"):
+            Mirror(str(there), "r", expires_s=2)
+    may_go_on.set()
+    first.finish(run)
+    first.close()
+    assert steps_in(there / "r") == names(10)
+
+
 def test_a_lost_job_is_replaced_after_a_while_and_its_own_restart_at_once(quick, tmp_path, monkeypatch):
     file = tmp_path / "r" / WRITER
     file.parent.mkdir()
@@ -326,8 +348,10 @@ def test_an_upload_may_take_longer_than_other_requests_to_s3():
 
 
 def test_a_copy_that_fails_is_said_and_tried_again(quick, tmp_path, capsys, monkeypatch):
-    run = saved(tmp_path / "runs" / "r", 10)
-    copy = Mirror(str(tmp_path / "there"), "r")
+    run, there = saved(tmp_path / "runs" / "r", 5), tmp_path / "there" / "r"
+    copy = Mirror(str(there.parent), "r")
+    copy.finish(run)
+    shutil.rmtree(saved(run, 10) / "checkpoints" / names(5)[0])
     put, fails = copy.store.put_file, True
 
     def failing(path, there, **kwargs):
@@ -336,16 +360,19 @@ def test_a_copy_that_fails_is_said_and_tried_again(quick, tmp_path, capsys, monk
         return put(path, there, **kwargs)
 
     monkeypatch.setattr(copy.store, "put_file", failing)
-    expected = r"cannot be written: No space left.*: not there: step-00000010; newest complete checkpoint there: none"
+    expected = (
+        r"cannot be written: No space left.*: not there: step-00000010; newest complete checkpoint there: step-00000005"
+    )
     for _ in range(2):
         with pytest.raises(CheckpointError, match=expected):
             copy.finish(run)
     assert capsys.readouterr().err.count("No space left") == 1, "it is printed once"
+    assert steps_in(there) == names(5), "the newest complete one stays"
     assert len(copy.failures) == 2 and copy.summary()["failed"] == copy.failures
     fails = False
     copy.finish(run)  # an earlier error is no error of the end
     copy.close()
-    assert steps_in(tmp_path / "there" / "r") == names(10)
+    assert steps_in(there) == names(10)
 
 
 def test_what_cannot_be_removed_is_said_and_the_copy_is_complete(quick, tmp_path, capsys, monkeypatch):
