@@ -184,7 +184,9 @@ class Mirror:
         with self._changed:
             self._waiting = folder
             self._changed.notify_all()
-            is_copied = self._changed.wait_for(lambda: not (self._waiting or self._is_busy), limit_s)
+            is_copied = self._changed.wait_for(
+                lambda: self.writer.is_lost or not (self._waiting or self._is_busy), limit_s
+            )
         self.writer.raise_if_lost()
         error = self._error
         if not is_copied:
@@ -192,11 +194,11 @@ class Mirror:
             error = f"{self.url}: not all is copied, and the time to save is over (--grace)"
         if error:
             names = [path.name for path in checkpoint.saved_in(folder / "checkpoints")]
-            missing = [name for name in names if name not in self._there]
+            missing = ", ".join(name for name in names if name not in self._there) or "some files"
+            newest = max(self._there, key=checkpoint.step_of, default="none")
             raise CheckpointError(
-                f"{error}: not there: {', '.join(missing) or 'some files'}; newest complete checkpoint there:"
-                f" {max(self._there, key=checkpoint.step_of, default='none')}; the run folder {folder} is complete, and"
-                f" the same command copies it"
+                f"{error}: not there: {missing}; newest complete checkpoint there: {newest}; the run folder {folder} is"
+                f" complete, and the same command copies it"
             )
 
     def close(self) -> None:
@@ -204,22 +206,22 @@ class Mirror:
         if os.getpid() != self._process:
             return  # a fork of the process, without its threads
         self._leave()
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
         if not self._is_given_up:
             self._thread.join()
         self.writer.release()
 
     def hand_over(self) -> None:
         """Leaves the copy to another rank of the job, at once: nothing more is copied after the file under way."""
-        self._leave()
         self.writer.hand_over()
+        self._leave()
 
     def _leave(self) -> None:
         atexit.unregister(self.close)
         if self in _open:
             _open.remove(self)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
     def summary(self) -> dict[str, Any]:
         """Facts for summary.json."""

@@ -179,6 +179,8 @@ def test_another_rank_of_the_job_goes_on(quick, tmp_path, monkeypatch):
     copy.add(first)
     with pytest.raises(RunDirectoryError, match="another rank of this job"):
         copy.finish(first)
+    copy._thread.join(60)
+    assert not copy._thread.is_alive()
 
     other = Mirror(str(there), "r", same_job=True)
     other.fetch_missing(second)
