@@ -15,6 +15,7 @@ if __name__ == "__main__":
 import contextlib
 import dataclasses
 import functools
+import math
 import socket
 import sys
 import threading
@@ -364,21 +365,21 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
         run.together(lambda: None)
     if run.timeline:
         run.timeline.close()  # last: with many ranks and steps it takes a while
-    _end(run, run.folder, stop.exit_code)
+    _end(run, run.folder, stop.exit_code, stop.grace_ends_s)
     return summary, stop.exit_code
 
 
-def _end(process: Process, folder: Path, exit_code: int = 0) -> None:
+def _end(process: Process, folder: Path, exit_code: int = 0, ends_s: float = math.inf) -> None:
     """Completes the run's mirror, and gives back what this job holds: folder, other processes."""
     # Whatever becomes of the mirror, the folder is free for the next run, and servers and workers end.
     try:
-        _finish_mirror(process, folder, exit_code)
+        _finish_mirror(process, folder, exit_code, ends_s)
     finally:
         process.lock.release()
         process.strategy.end(exit_code)
 
 
-def _finish_mirror(process: Process, folder: Path, exit_code: int) -> None:
+def _finish_mirror(process: Process, folder: Path, exit_code: int, ends_s: float) -> None:
     """Waits until the run's mirror has all of it. Collective; raises CheckpointError, or reports it after a signal."""
     if not process.config.run.mirror:
         return
@@ -387,7 +388,7 @@ def _finish_mirror(process: Process, folder: Path, exit_code: int) -> None:
         if process.lock.mirror is None:  # not on rank 0
             return
         try:
-            process.lock.mirror.finish(folder)
+            process.lock.mirror.finish(folder, ends_s)
         except CheckpointError as error:
             if not exit_code:
                 raise

@@ -9,9 +9,8 @@ loop:           the training loop of all strategies
 callbacks:      the ordered list of a run's callbacks
 devices:        one GPU per local rank, memory limits, CPU threads
 checkpoint:     atomic checkpoints with a checksum per file; export of the trained model
-lease:          right of one job to write to a mirror
-last_copy:      process that copies a run after a signal, and continues if its rank is killed
 mirror:         copies a run to another file system or a bucket, and back
+mirror_writer:  right of one job to write to a mirror
 saver:          saves the state of a run during training
 callback_state: what callbacks keep, saved and restored
 model_state:    state of a model as arrays, shared and per rank

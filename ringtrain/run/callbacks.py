@@ -34,7 +34,6 @@ class Callbacks:
             is_due=lambda: self.stop.save_is_due,
             while_saving=faults.while_saving,
             is_ended=lambda: self.stop.is_ended,
-            grace_ends_s=lambda: self.stop.grace_ends_s,
         )
         self.recorder = note_rate = None
         if run.rank == 0:

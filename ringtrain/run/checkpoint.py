@@ -38,8 +38,8 @@ UNFINISHED = ".unfinished-"
 REMOVED = ".removed-"
 READ_AGAIN_S = (0.5, 2.0)
 """Pauses in seconds before a failed read is repeated: file servers can fail for a moment."""
-NAME = re.compile(r"step-(\d{8,})(-[0-9a-f]{8})?")
-"""of a checkpoint; in a mirror, with its writer"""
+NAME = re.compile(r"step-(\d{8,})")
+"""of a checkpoint"""
 
 
 @dataclass(frozen=True)

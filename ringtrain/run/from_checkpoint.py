@@ -43,7 +43,7 @@ def lock_folder(process: Process) -> None:
 
 
 def _fetch(process: Process) -> bool:
-    """Takes the lease of the run's mirror, and copies the run from there if it is further than the local folder.
+    """Becomes the writer of the run's mirror, and copies the run from there if it is further than the local folder.
 
     Returns whether the run has checkpoints now, with which it goes on.
     """

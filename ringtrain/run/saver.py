@@ -26,7 +26,6 @@ from ringtrain.run.model_state import Arrays
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
-    from ringtrain.run.mirror import Mirror
 
 
 class Saver(keras.callbacks.Callback):
@@ -41,7 +40,6 @@ class Saver(keras.callbacks.Callback):
         is_due: whether the ranks have agreed to save now; the same on every rank.
         while_saving: called on rank 0 with the global step, in the middle of every save.
         is_ended: whether a callback of a script has ended the run.
-        grace_ends_s: when ranks are killed after a signal that ended training, as of time.monotonic(); 0.0: none did.
 
     Attributes:
         facts: plain values for the manifest.
@@ -57,7 +55,6 @@ class Saver(keras.callbacks.Callback):
         is_due: Callable[[], bool] = lambda: False,
         while_saving: Callable[[int], None] = lambda global_step: None,
         is_ended: Callable[[], bool] = lambda: False,
-        grace_ends_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         super().__init__()
         self.set_model(run.model)
@@ -67,7 +64,6 @@ class Saver(keras.callbacks.Callback):
         self.facts |= {"versions": tracking.versions(), "checksums": dict(run.checksums)}
         self.metrics, self.best_by = dict(run.start.metrics), f"{run.validation.prefix}accuracy"
         self.monitored, self.is_due, self.while_saving, self.is_ended = monitored, is_due, while_saving, is_ended
-        self.grace_ends_s = grace_ends_s
         self.callback_state: CallbackState | None = run.callback_state
         if run.users_callbacks and self.callback_state is None:
             self.callback_state = CallbackState(run.users_callbacks, run.model)
@@ -163,8 +159,6 @@ class Saver(keras.callbacks.Callback):
         """Saves the current state and waits until it is on disk, with a second attempt. Collective."""
         self.save()
         self.wait()
-        if self.lock.mirror and self.grace_ends_s():  # before another rank is waited for, which may be gone
-            self._copy(self.lock.mirror)  # the interval's save was the last one
         if hvd.broadcast_object(self._failed_step == self.saved_step, 0, name="ringtrain_last_save"):
             self.saved_step = -1  # the disk may have been full for a moment
             self.save()
@@ -257,15 +251,8 @@ class Saver(keras.callbacks.Callback):
                 print(f"ringtrain: {text}", file=sys.stderr, flush=True)
             mirror = self.lock.mirror  # a failed run gives it up meanwhile
             if mirror:
-                self._copy(mirror)
+                mirror.add(self.folder.parent)
         self.saves["write_s"] += time.perf_counter() - begin_s
-
-    def _copy(self, mirror: Mirror) -> None:
-        ends_s = self.grace_ends_s()
-        if ends_s:
-            mirror.leave(self.folder.parent, ends_s)
-        else:
-            mirror.add(self.folder.parent)
 
 
 def _should_be_finite(weight: Any) -> bool:

@@ -127,12 +127,7 @@ class StopTogether(keras.callbacks.Callback):
 
     @property
     def grace_ends_s(self) -> float:
-        """When the launcher kills ranks after the signal that ended training, by time.monotonic(); 0.0: none has.
-
-        Infinity: it sets no time.
-        """
-        if self.stopped_by not in NAMES:
-            return 0.0
+        """When ranks are killed after the signal that ended training, by time.monotonic(); infinity: they are not."""
         if self.stopped_by != signal.SIGTERM.name or not self.run.attempt.grace_s:
             return math.inf
         return (self.run.signals.received_s or time.monotonic()) + self.run.attempt.grace_s

@@ -116,7 +116,7 @@ class LockedThreading(Threading):
     def Lock(self) -> Lock:  # type: ignore[override]
         return Lock(self._world)
 
-    def Condition(self) -> Condition:  # type: ignore[override]
+    def Condition(self) -> Condition:
         return Condition(Lock(self._world))
 
     def Barrier(self, parties: int, action: Callable[[], None]) -> Barrier:

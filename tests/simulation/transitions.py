@@ -19,17 +19,6 @@ def noted(pattern: str) -> Callable[[Any], int]:
     return lambda run: sum(bool(re.search(pattern, line)) for line in run.world.trace)
 
 
-def refused(is_here: bool) -> Callable[[Any], int]:
-    """Number of processes that are refused because of one on their host, or on another one."""
-
-    def count(run: Any) -> int:
-        machines = {process.name: process.facts["machine"].name for process in run.world.hosts}
-        found = re.findall(r"s  (\S+) +is refused: .* on (host\d+) since", "\n".join(run.world.trace))
-        return sum((machines[process] == host) is is_here for process, host in found)
-
-    return count
-
-
 def sizes(run: Any) -> list[int]:
     """Numbers of ranks of an elastic job, one after the other."""
     return [len(group.members) for group in run.agreed]
@@ -115,20 +104,6 @@ ELASTIC: dict[str, Callable[[Any], int]] = {
     "stopped by a signal": printed("stopped by SIG"),
     "a host does not confirm its clean-up": lambda run: any(result.not_cleaned_up for _, result in run.results),
 }
-LOCKED: dict[str, Callable[[Any], int]] = {
-    "a process has the lock": noted("has the lock$"),
-    "a restart has the lock": noted(r"job\d\.[1-9]\d* +has the lock$"),
-    "waits for an earlier attempt": noted("waiting up to 30 s"),
-    "waits for a lost host": noted("waiting up to 100 s"),
-    "the lock of an earlier attempt is taken over": noted("removes the lock's file"),
-    "the file was removed meanwhile": noted("has locked a file that was removed meanwhile"),
-    "taken over before its name is written": noted("gives up a lock that another one has taken over"),
-    "taken over while it trains": noted("taken over by"),
-    "refused: a process of this host": refused(is_here=True),
-    "refused: a process of another host": refused(is_here=False),
-    "there are no locks": noted("the file system has no locks"),
-    "the run is complete": lambda run: len(run.complete),
-}
 MONITORED: dict[str, Callable[[Any], int]] = {
     "all ranks have trained": lambda run: all(rank.has_left for rank in run.ranks),
     "a rank is named in a warning": noted(r"prints: rank \d+ on \S+ has made no progress"),
@@ -148,7 +123,7 @@ MONITORED: dict[str, Callable[[Any], int]] = {
     "a rank cannot connect": noted("cannot connect to rank 0"),
     "a lost connection is made again": lambda run: len(run.listener.links) >= len(run.ranks),
 }
-SCENARIOS = {"launched": LAUNCHED, "elastic": ELASTIC, "locked": LOCKED, "monitored": MONITORED}
+SCENARIOS = {"launched": LAUNCHED, "elastic": ELASTIC, "monitored": MONITORED}
 """with a trace; of a launched job, the output is enough"""
 
 

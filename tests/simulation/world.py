@@ -290,9 +290,6 @@ class Clock:
     def time_ns(self) -> int:
         return int(self.monotonic() * 1e9) + next(self._world._numbers)
 
-    def strftime(self, form: str) -> str:
-        return f"{self.monotonic():.0f} s"
-
     def sleep(self, seconds: float) -> None:
         task = self._world.current
         rate = task.host.clock_rate if task else 1.0
@@ -315,9 +312,6 @@ class Threading:
 
     def Lock(self) -> _Lock:
         return _Lock(self._world)
-
-    def Condition(self) -> _Condition:
-        return _Condition(self._world)
 
 
 class _Thread:
@@ -365,23 +359,6 @@ class _Lock:
 
     def __exit__(self, *_: object) -> None:
         self._is_taken = False
-        self._world.wake_waiting()
-
-
-class _Condition:
-    """No task changes places within it but where it waits: it needs no lock."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> bool:
-        return self._world.wait_for(lambda: bool(predicate()), timeout)
-
-    def notify_all(self) -> None:
         self._world.wake_waiting()
 
 

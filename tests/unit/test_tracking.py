@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import math
@@ -11,6 +10,7 @@ import re
 import shutil
 import signal
 import socket
+import threading
 import time
 from types import SimpleNamespace
 
@@ -19,7 +19,6 @@ import pytest
 from ringtrain.config import Config, RunConfig
 from ringtrain.errors import RunDirectoryError
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.protocol.env import ATTEMPT
 from ringtrain.run import from_checkpoint, run_folder, tracking
 
 
@@ -130,72 +129,36 @@ def test_a_killed_process_has_no_lock(tmp_path, holder):
     run_folder.RunLock().take(tmp_path)
 
 
-def test_a_restart_waits_for_the_attempt_before_and_takes_the_lock_of_a_lost_host(tmp_path, holder, monkeypatch, capfd):
-    monkeypatch.setattr(run_folder, "LEASE_S", 0.3)
-    monkeypatch.setattr(run_folder, "EXPIRY_S", 0.3)
-    with pytest.raises(RunDirectoryError, match="in use by process"):
-        run_folder.RunLock().take(tmp_path, same_job=True)
-    assert "waiting" not in capfd.readouterr().err
-    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+def test_a_restart_waits_for_the_lock_and_another_start_does_not(tmp_path, holder, monkeypatch, capfd):
+    """A file server releases the lock of a lost host in that time."""
+    monkeypatch.setattr(run_folder, "WAIT_S", 0.5)
+    monkeypatch.setattr(run_folder, "REPORTED_S", 0.1)
+    begin_s = time.monotonic()
     with pytest.raises(RunDirectoryError, match="in use by process"):
         run_folder.RunLock().take(tmp_path)
-    waiting = f"in use by process {holder} on .*: waiting up to 0.3 s: if that host is lost, its lock expires"
+    assert time.monotonic() - begin_s < 0.4 and "waiting" not in capfd.readouterr().err
+    with pytest.raises(RunDirectoryError, match="in use by process"):
+        run_folder.RunLock().take(tmp_path, same_job=True)
+    assert time.monotonic() - begin_s > 0.5
+    waiting = f"in use by process {holder} on .*: waiting up to 0.5 s until it has ended, or its file server has"
     assert len(re.findall(waiting, capfd.readouterr().err)) == 1
+
+    monkeypatch.setattr(run_folder, "WAIT_S", 60.0)
+    killer = threading.Timer(0.5, os.kill, (holder, signal.SIGKILL))
+    killer.start()
     lock = run_folder.RunLock()
     lock.take(tmp_path, same_job=True)
-    assert json.loads((tmp_path / run_folder.LOCK).read_text())["host"] == "elsewhere"
+    killer.join()
+    assert json.loads((tmp_path / run_folder.LOCK).read_text())["process"] == os.getpid()
 
 
-@pytest.mark.parametrize(
-    ("variable", "requeued", "is_taken"),
-    [("SLURM_JOB_ID", "1", True), ("SLURM_JOB_ID", "0", False), ("PBS_JOBID", "", True)],
-)
-def test_a_requeued_job_takes_the_lock_of_its_lost_host(tmp_path, holder, monkeypatch, variable, requeued, is_taken):
-    """The holder is on a host of the same name, which booted another time."""
-    written = json.loads((tmp_path / run_folder.LOCK).read_text())
-    (tmp_path / run_folder.LOCK).write_text(json.dumps(written | {"boot": "another", "job": "17", "requeued": "0"}))
-    monkeypatch.setattr(run_folder, "LEASE_S", 0.0)
-    monkeypatch.setattr(run_folder, "EXPIRY_S", 0.0)
-    for job in ("18", "17"):
-        monkeypatch.setenv(variable, job)
-        monkeypatch.setenv("SLURM_RESTART_COUNT", requeued)
-        lock = run_folder.RunLock()
-        with contextlib.nullcontext() if is_taken and job == "17" else pytest.raises(RunDirectoryError, match="in use"):
-            lock.take(tmp_path)
-        assert (lock.folder is not None) == (is_taken and job == "17")
-
-
-def test_a_restart_leaves_the_lock_of_another_job_alone(tmp_path, holder, monkeypatch):
-    written = json.loads((tmp_path / run_folder.LOCK).read_text())
-    monkeypatch.setattr(run_folder, "LEASE_S", 0.0)
-    monkeypatch.setattr(run_folder, "EXPIRY_S", 0.0)
-    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
-    monkeypatch.setenv(ATTEMPT, Attempt(number=1, job="j1").to_json())
-    for launch, attempt in (("j2", 0), ("j1", 2)):
-        (tmp_path / run_folder.LOCK).write_text(json.dumps(written | {"launch": launch, "attempt": attempt}))
-        with pytest.raises(RunDirectoryError, match="in use"):
-            run_folder.RunLock().take(tmp_path, same_job=True)
-    (tmp_path / run_folder.LOCK).write_text(json.dumps(written | {"launch": "j1", "attempt": 0}))
-    run_folder.RunLock().take(tmp_path, same_job=True)
-
-
-@pytest.mark.parametrize("kind", ["of the open file", "of the process"])
-def test_a_process_whose_lock_was_taken_over_writes_no_more(tmp_path, monkeypatch, kind):
-    if kind == "of the process":
-        monkeypatch.setattr(fcntl, "F_OFD_SETLK", 12345)
+def test_the_lock_of_a_file_that_was_deleted_is_none(tmp_path, holder):
+    """As a person deletes it who knows that its host is lost."""
+    (tmp_path / run_folder.LOCK).unlink()
     lock = run_folder.RunLock()
     lock.take(tmp_path)
-    lock.raise_if_lost()
-    assert not lock_is_free(tmp_path), "a look does not release it"
-    path = tmp_path / run_folder.LOCK
-    path.unlink()  # as a person may who knows that the host is lost
-    lock.raise_if_lost()
-    path.write_text(json.dumps({"host": "host2", "process": 7, "since": "now"}))
-    assert not lock.is_lost, "it has just looked"
-    monkeypatch.setattr(run_folder, "LOOK_S", 0.0)
-    assert lock.is_lost
-    with pytest.raises(RunDirectoryError, match="taken over by process 7 on host2 since now"):
-        lock.raise_if_lost()
+    assert json.loads((tmp_path / run_folder.LOCK).read_text())["process"] == os.getpid()
+    assert not lock_is_free(tmp_path)
 
 
 def lock_is_free(folder) -> bool:
@@ -238,25 +201,24 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path):
     os.waitpid(process, 0)
 
 
-def test_without_locks_of_open_files_a_record_lock_takes_their_place(tmp_path, monkeypatch):
+def test_where_the_file_system_has_no_locks_that_is_said(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(fcntl, "F_OFD_SETLK", 12345)  # which no kernel knows
     lock = run_folder.RunLock()
     lock.take(tmp_path)
-    assert not lock_is_free(tmp_path)
+    assert "the file system has no locks" in capfd.readouterr().err and lock.folder == tmp_path
 
 
-def test_a_restart_is_the_same_job_also_when_no_run_was_reported(tmp_path, holder, monkeypatch):
+def test_a_restart_is_the_same_job_also_when_no_run_was_reported(tmp_path, holder, monkeypatch, capfd):
     """As after the loss of a host before training."""
     config = Config(run=RunConfig(directory=str(tmp_path.parent), name=tmp_path.name))
-    monkeypatch.setattr(run_folder, "LEASE_S", 0.0)
-    monkeypatch.setattr(run_folder, "EXPIRY_S", 0.0)
-    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setattr(run_folder, "REPORTED_S", 0.1)
+    monkeypatch.setattr(run_folder, "WAIT_S", 0.5)
     monkeypatch.setattr("ringtrain.hvd.on_rank_0", lambda function: function())  # Horovod is not started here
-    lock = run_folder.RunLock()
-    with pytest.raises(RunDirectoryError, match="in use by process"):
-        from_checkpoint.lock_folder(SimpleNamespace(config=config, lock=lock, attempt=Attempt()))
-    from_checkpoint.lock_folder(SimpleNamespace(config=config, lock=lock, attempt=Attempt(number=1)))
-    assert lock.folder == tmp_path
+    for number, is_waited_for in ((0, False), (1, True)):
+        with pytest.raises(RunDirectoryError, match="in use by process"):
+            lock, attempt = run_folder.RunLock(), Attempt(number=number)
+            from_checkpoint.lock_folder(SimpleNamespace(config=config, lock=lock, attempt=attempt))
+        assert ("waiting up to" in capfd.readouterr().err) == is_waited_for
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
