@@ -901,8 +901,10 @@ def _fits(draw: Draw, task: Task, compiled: list[str]) -> list[str]:
             between = ""
         lines += [line for part in between.split("; ") for line in (compiled if part == "COMPILED" else [part]) if line]
         lines.append(f"histories.append({call}.history)")
-    lines += RESULTS
-    if draw.words["step"] in ("two optimizers", "adversaries"):
+    # Of two optimizers, each has slots of all weights, in Keras of those alone that it updates: see docs/fit.md.
+    has_parts = draw.words["step"] == "two optimizers"
+    lines += [line for line in RESULTS if not (has_parts and "optimizer.variables" in line)]
+    if draw.words["step"] == "adversaries":
         lines.append('results["second"] = [variable.numpy() for variable in model.second.variables]')
     if draw.flag("evaluate", often=2):
         weighed = "x, y, batch_size=4" + ", sample_weight=weights" * (_given(draw) != "(x, y)")
@@ -997,6 +999,8 @@ def _callbacks(draw: Draw, arguments: list[str]) -> tuple[list[str], list[str]]:
         chosen = [one for one in chosen if "SwapEMA" not in one]
     if not any(argument.startswith("validation") for argument in arguments):
         chosen = [one for one in chosen if "val_loss" not in one]
+    if any("train_on_batch" in one for one in chosen) and '"sum"' in " ".join(draw.words.values()):
+        draw.unequal("train_on_batch with a sum over rows")
     if draw.flag("seen", often=1):
         chosen.append("Seen()")
     chosen = [*dict.fromkeys(one for one in chosen if one)]
