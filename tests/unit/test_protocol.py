@@ -300,6 +300,7 @@ def test_an_uncaught_exception_is_reported_by_the_rank_and_by_no_process_that_it
     monkeypatch.setenv("RINGTRAIN_JOB", "j")
     monkeypatch.setattr(failures, "_failures", [])
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    monkeypatch.setattr(failures, "THREADS_S", 1e6)  # this process goes on
     failures.report_uncaught(3)
     error = ValueError("batch 3")
     sys.excepthook(ValueError, error, None)

@@ -16,8 +16,6 @@ from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.supervisor import CLEAN_UP_S, LOST_S, TICK_S, Stopped, Supervisor
-from ringtrain.protocol.env import MARK
-from ringtrain.protocol.failures import Failure
 from ringtrain.protocol.placement import RankPlacement
 
 JOB = Job(("true",), 2, (Host("host1", 2),), here=frozenset(), id="time-limits")
@@ -88,16 +86,6 @@ def test_ranks_are_killed_when_the_grace_is_over_and_not_before(supervised, cloc
         watch.supervise(LAUNCHER)
     assert grace_s < clock.now_s - 1000 <= grace_s + EXACTLY_S
     assert watch.conclude(-number).exit_code == 128 + number
-
-
-def test_a_failure_whose_rank_does_not_end_ends_the_job_after_the_grace(supervised, clock) -> None:
-    watch = supervised(grace=8.0)
-    for line in Failure(1, "host1", 1.0, "ValueError", "ValueError: batch 3", 3).lines(JOB.id):
-        watch.reports.take(line)
-    assert watch.supervise(LAUNCHER) == 3
-    assert 8 < clock.now_s - 1000 <= 8 + EXACTLY_S
-    watch.reports.take(f"{MARK}:{JOB.id}:recovery:")
-    assert watch._failure_to_end_for(clock.now_s) is None
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGUSR1])
