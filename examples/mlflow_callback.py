@@ -22,7 +22,8 @@ class MLflow(keras.callbacks.Callback):
         if hvd.rank() == 0:
             client, run_id = self.record()
             for name, value in (logs or {}).items():
-                client.log_metric(run_id, name, float(value), step=epoch)
+                if isinstance(value, float | int):
+                    client.log_metric(run_id, name, value, step=epoch)
 
     def on_train_end(self, logs=None):
         if hvd.rank() == 0:

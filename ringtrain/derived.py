@@ -41,7 +41,7 @@ def scaled_batch(config: Config, global_batch_size: int, num_ranks: int) -> int:
 
 
 IMAGES = ("digits", "fashion-mnist", "mnist", "cifar10", "image-folder", "imagenet-tfrecords", "synthetic")
-WITH_ROWS = ("arrays", "records", "npz", "spark", "script")
+WITH_ROWS = ("arrays", "records", "npz", "spark")
 """names of data whose rows are counted, also where a step has one; a stream without a number of rows has 1"""
 
 

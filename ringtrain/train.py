@@ -75,6 +75,11 @@ def _of_command(config: Config) -> Config:
             raise ConfigError(f"{from_command.by}: unknown option {name}: {nearest(name, list(types))}")
         values[name] = config_io.checked(from_command.by, name, value, types[name])
     if from_command.folder:
+        if config.run.resume != "auto":
+            raise ConfigError(
+                f"run.resume: got {config.run.resume} under {from_command.by}, whose runs go on by themselves: leave it"
+                " out; run.init_from gives weights"
+            )
         values |= {"run.directory": from_command.folder, "run.name": RUN, "run.resume": "auto"}
         values["run.mirror"] = ""
     return with_values(config, values)

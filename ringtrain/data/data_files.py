@@ -129,7 +129,7 @@ def read_file(file: DataFile, read: Callable[[Any], Result], message: str = "", 
 
     Args:
         message: Of an error, which follows it.
-        window: Bytes that are asked for at once behind a URL, ; 0: what `read` asks for.
+        window: Bytes that are asked for at once behind a URL; 0: what `read` asks for.
 
     Raises:
         DamagedData: `read` has refused the content.
@@ -139,7 +139,7 @@ def read_file(file: DataFile, read: Callable[[Any], Result], message: str = "", 
     try:
         with remote or open(file.url, "rb", buffering=0) as opened:
             result = read(io.BufferedReader(remote, window) if remote and window else opened)
-    except Exception as error:  # of the system, pyarrow, tarfile, or the library of a store
+    except Exception as error:  # of the system, pyarrow, or the library of a store
         if not remote or remote.num_requests:
             check_unchanged(file)  # one that has changed may look damaged
         if isinstance(error, DataError | MemoryError):

@@ -23,14 +23,11 @@ from ringtrain.monitor.diagnosis import WINDOW_STEPS, Times
 
 if TYPE_CHECKING:
     from ringtrain.hvd.timeline import Timeline
-    from ringtrain.monitor.heartbeat import Activity
     from ringtrain.run.resume import Clock
 
 MOMENTS = ("input", "computed", "reduced")
 GRAPH = "step"
 """phase that the timestamps divide further"""
-SCRIPT = "evaluate"
-"""phase in which a script's own loop is between two epochs"""
 BETWEEN_MEASUREMENTS_S = 0.05
 
 
@@ -250,8 +247,6 @@ class StepTimer(keras.callbacks.Callback):
     def __init__(self, clock: Clock, timeline: Timeline | None) -> None:
         super().__init__()
         self.clock, self.timeline, self.tracker = clock, timeline, PLACE
-        self.script: Activity | None = None
-        """shows whether the code of a script's own loop progresses between two epochs"""
         self.own_steps = 0
         self.begin_s = 0.0
         self.window: deque[tuple[float, float, float, float]] = deque(maxlen=WINDOW_STEPS)
@@ -316,10 +311,7 @@ class StepTimer(keras.callbacks.Callback):
     # ---- for the heartbeat ------------------------------------------------------------------------------------------
 
     def progress(self) -> Any:
-        of_script = None
-        if self.script and self.tracker.phase == SCRIPT:
-            of_script = self.script.progress()
-        return self.clock.global_step, self.tracker.changes, self.tracker.moments(), of_script
+        return self.clock.global_step, self.tracker.changes, self.tracker.moments()
 
     def fields(self) -> dict[str, Any]:
         return {

@@ -82,11 +82,25 @@ class Failure:
 
 
 def report_failure(error: BaseException, rank: int, exit_code: int, with_traceback: bool, host: str = "") -> None:
-    """Reports to the launcher, if there is one, why a rank exits; with a traceback for bugs. host "": this one."""
+    """Reports to the launcher, if there is one, why a rank exits; with a traceback for bugs. host "": this one.
+
+    This rank then ends within THREADS_S, also if threads of its script are still running.
+    """
     _failures.append(error)
     job = os.environ.get(JOB)
-    if job:
-        _write(failure_of(error, rank, exit_code, with_traceback, host).lines(job))
+    if not job:
+        return
+    _write(failure_of(error, rank, exit_code, with_traceback, host).lines(job))
+    if not host:  # Python waits for threads, and other ranks wait for this one
+        end = threading.Timer(THREADS_S, _end, (exit_code,))
+        end.daemon = True
+        end.start()
+
+
+def _end(exit_code: int) -> None:
+    with contextlib.suppress(OSError, ValueError):  # a closed pipe
+        sys.stdout.flush()
+    os._exit(exit_code)
 
 
 def failure_of(error: BaseException, rank: int, exit_code: int, with_traceback: bool, host: str = "") -> Failure:
@@ -147,10 +161,7 @@ def ended_well() -> bool:
 
 
 def report_uncaught(rank: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Installs an excepthook that also reports uncaught exceptions of this rank to the launcher, if there is one.
-
-    Threads of the script that are still running end with the rank, after THREADS_S.
-    """
+    """Installs an excepthook that also reports uncaught exceptions of this rank to the launcher, if there is one."""
     if JOB not in environ:
         return
     before, process = getattr(sys.excepthook, "before", sys.excepthook), os.getpid()
@@ -167,12 +178,6 @@ def report_uncaught(rank: int, environ: Mapping[str, str] = os.environ) -> None:
         else:  # line by line: launchers mix parts of lines of several ranks
             for line in printed(error).splitlines(keepends=True):
                 sys.stderr.write(line)
-        sys.stdout.flush()
-        if os.getpid() == process:
-            # Python waits for threads of the script, and other ranks wait for this one.
-            end = threading.Timer(THREADS_S, os._exit, (exit_code_of(error),))
-            end.daemon = True
-            end.start()
 
     hook.before = before  # type: ignore[attr-defined]
     sys.excepthook = hook

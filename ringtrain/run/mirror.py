@@ -195,7 +195,7 @@ class Mirror:
         if error:
             names = [path.name for path in checkpoint.saved_in(folder / "checkpoints")]
             missing = ", ".join(name for name in names if name not in self._there) or "some files"
-            newest = max(self._there, key=checkpoint.step_of, default="none")
+            newest = max([*self._there], key=checkpoint.step_of, default="none")
             raise CheckpointError(
                 f"{error}: not there: {missing}; newest complete checkpoint there: {newest}; the run folder {folder} is"
                 f" complete, and the same command copies it"

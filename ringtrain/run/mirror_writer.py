@@ -77,6 +77,8 @@ class Writer:
             RunDirectoryError: another job has taken it over.
             DataError: the store cannot be reached.
         """
+        if self._is_released.is_set():
+            raise RunDirectoryError(f"{self.url}: given up: nothing more is copied")
         if time.monotonic() > self._confirmed_s + 2 * RENEWED_S:
             self._renew()
         self.raise_if_lost()
@@ -106,6 +108,7 @@ class Writer:
             while now == first and time.monotonic() < end_s:
                 time.sleep(POLL_S)
                 now = self._read()
+            now = self._read()  # once more: this process may have been frozen since
             if now is not None and now != first:
                 raise self._in_use_by(now or first)  # "": it is being written
         with_retries(self._write, self.url, f"{self.url}: cannot be written")

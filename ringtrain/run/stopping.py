@@ -235,7 +235,7 @@ def has_batch_hooks(callback: keras.callbacks.Callback) -> bool:
 
 
 def _is_finite(logs: Mapping[str, Any]) -> bool:
-    """Returns whether the loss of a step is finite; without one, as of a GAN in a loop, all that are named ..._loss."""
+    """Returns whether the loss of a step is finite; without one, as of a GAN, all that are named ..._loss."""
     if "loss" in logs:
         losses = [logs["loss"]]
     else:

@@ -26,8 +26,9 @@ import lab
 import launching
 import numpy as np
 
+from ringtrain.compressions import reduced_bytes
 from ringtrain.config import HvdConfig
-from ringtrain.derived import num_reductions, reduced_bytes
+from ringtrain.derived import num_reductions
 
 LOW, LOCAL, OUTER = "--hvd.compression", "--hvd.local-steps", ("--hvd.outer-optimizer", "nesterov")
 WAYS: dict[str, list[str]] = {

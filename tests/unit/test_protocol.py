@@ -224,6 +224,7 @@ def test_nothing_is_said_without_a_launcher_that_listens(capfd: pytest.CaptureFi
     failures.report_failure(ValueError("x"), 0, 1, with_traceback=True)
     assert capfd.readouterr().err == ""
     monkeypatch.setenv(JOB, "j")
+    monkeypatch.setattr(failures, "THREADS_S", 1e6)  # this process goes on
     failures.report_failure(ValueError("x"), 0, 1, with_traceback=True)
     assert capfd.readouterr().err.startswith("ringtrain-report:j:failure:0:1/1:")
 

@@ -71,12 +71,6 @@ def _report(options: Options, found: Sequence[Run]) -> None:
         print(journal.printable(str(out)))
 
 
-def write_page(folder: Path) -> None:
-    """Writes the page about one run into its folder."""
-    run = run_folder.read(folder)
-    _write(folder / PAGE, run.name, sections([run]))
-
-
 def _write(out: Path, title: str, page: Sequence[Section]) -> None:
     try:
         out.write_text(html.html(title, page), encoding="utf-8")
