@@ -80,8 +80,7 @@ def _of_command(config: Config) -> Config:
                 f"run.resume: got {config.run.resume} under {from_command.by}, whose runs go on by themselves: leave it"
                 " out; run.init_from gives weights"
             )
-        values |= {"run.directory": from_command.folder, "run.name": RUN, "run.resume": "auto"}
-        values["run.mirror"] = ""
+        values |= {"run.directory": from_command.folder, "run.name": RUN, "run.mirror": ""}
     return with_values(config, values)
 
 

@@ -34,13 +34,13 @@ FILES = ("filepath", "filename", "log_dir")
 """attributes of Keras' callbacks with the path of a file or directory that they write"""
 
 
-class ModelOfScript(FromCheckpoint):
-    """A script's compiled model; see `run.context.Source`. A subclass makes the job."""
+class ScriptSource(FromCheckpoint):
+    """Model, data and arguments of `ringtrain.fit`; see `run.context.Source`."""
 
-    is_quiet = False
-
-    def __init__(self, config: Config, model: keras.Model) -> None:
+    def __init__(self, config: Config, model: keras.Model, arguments: data.FitArguments) -> None:
         self.model, self.faults = model, fault_injection.parse(config.chaos)
+        self.arguments, self.history = arguments, keras.callbacks.History()
+        self.is_quiet = arguments.verbose == 0
 
     def code(self) -> Mapping[str, str]:
         script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
@@ -60,27 +60,11 @@ class ModelOfScript(FromCheckpoint):
         return pinning
 
     def read_job(self, process: Process) -> Job:
-        job: Job = process.together(lambda: self.job(process))
+        job: Job = process.together(lambda: _job(process, self))
         return job
-
-    def job(self, process: Process) -> Job:
-        """The job with this model."""
-        raise NotImplementedError
 
     def add_model(self, process: Process, job: Job) -> None:
         """Does nothing: the job has the script's model."""
-
-
-class ScriptSource(ModelOfScript):
-    """Model, data and arguments of `ringtrain.fit`."""
-
-    def __init__(self, config: Config, model: keras.Model, arguments: data.FitArguments) -> None:
-        super().__init__(config, model)
-        self.arguments, self.history = arguments, keras.callbacks.History()
-        self.is_quiet = arguments.verbose == 0
-
-    def job(self, process: Process) -> Job:
-        return _job(process, self)
 
 
 def _job(process: Process, source: ScriptSource) -> Job:

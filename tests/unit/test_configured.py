@@ -160,7 +160,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     """Trains a configuration; returns the model that it has written, and the summary."""
     monkeypatch.setattr(log_capture, "watch", lambda: None)  # it ends with the process, and would hold pytest's output
     # An earlier test of the process may have initialized TensorFlow.
-    monkeypatch.setattr(ConfiguredSource, "pin", script.ModelOfScript.pin)
+    monkeypatch.setattr(ConfiguredSource, "pin", script.ScriptSource.pin)
 
     def start(source: str, model: str = "dense", *options: str, name: str = "run") -> tuple[Any, dict[str, Any]]:
         words = ["--data.name", f"{__name__}:{source}" if ":" not in source else "npz", "--train.epochs", "3"]

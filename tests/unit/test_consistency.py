@@ -10,9 +10,10 @@ import keras
 import pytest
 
 from ringtrain.config import Config
+from ringtrain.data import FitArguments
 from ringtrain.errors import ConfigError
 from ringtrain.run import consistency
-from ringtrain.sources.script import ModelOfScript
+from ringtrain.sources.script import ScriptSource
 
 CODE = {"version of keras": "3.14.0", "ringtrain/train.py": "1f", "module my_data": "2e"}
 
@@ -61,7 +62,7 @@ def test_a_script_without_a_file_has_no_checksum(monkeypatch, tmp_path: Path) ->
     """`python - <own.py` gives it the name <stdin>."""
     main = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", main)
-    of_script = ModelOfScript(Config(), keras.Sequential())
+    of_script = ScriptSource(Config(), keras.Sequential(), FitArguments())
     assert of_script.code() == {}
     main.__file__ = "<stdin>"
     assert of_script.code() == {}

