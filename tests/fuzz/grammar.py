@@ -122,7 +122,7 @@ def job(seed: int, given: Mapping[str, int | str] | None = None, is_whole: bool 
     policy = draw("policy", "float64", "float32", "mixed_float16", "mixed_bfloat16", often=60)
     if policy != "float64":
         draw.unequal(f"rounding of {policy}")
-    nest = draw("nest", "dict", "list", often=3)
+    nest = draw("nest", "dict", "tuple", often=3)
     model = _model(draw, task, nest)
     compiled = _compile(draw, task, nest)
     body = [*_data(draw, task, nest), *model, *compiled, *_fits(draw, task, compiled)]
@@ -138,11 +138,11 @@ def job(seed: int, given: Mapping[str, int | str] | None = None, is_whole: bool 
 
 
 def _nest(values: Mapping[str, str], nest: str) -> str:
-    """Expression of one value, or of a dict or list of several."""
+    """Expression of one value, or of a dict or tuple of several."""
     if "" in values:
         return values[""]
-    if nest == "list":
-        return f"[{', '.join(values.values())}]"
+    if nest == "tuple":
+        return f"({', '.join(values.values())})"
     return "{" + ", ".join(f'"{name}": {value}' for name, value in values.items()) + "}"
 
 
@@ -200,7 +200,6 @@ DENSE_MORE = (
     ", kernel_constraint=keras.constraints.MaxNorm(0.7)",
     ", activity_regularizer=keras.regularizers.L2(0.01)",
     ', kernel_constraint=keras.constraints.NonNeg(), bias_regularizer="l1"',
-    ", kernel_regularizer=keras.regularizers.OrthogonalRegularizer(0.01)",
     ", kernel_constraint=keras.constraints.UnitNorm()",
 )
 MIDDLES = (
@@ -212,13 +211,12 @@ MIDDLES = (
     "layers.Normalization(mean=0.1, variance=2.0)",
     "layers.Rescaling(0.5)",
     "layers.Activation('gelu')",
-    "layers.PReLU()",
     "layers.Lambda(lambda x: ops.tanh(2 * x))",
     "layers.ActivityRegularization(l1=0.01)",
     "Counting()",
     "Temperature()",
     "Penalty()",
-    "layers.EinsumDense('bi,io->bo', 4)",
+    "layers.EinsumDense('...i,io->...o', 4)",
     "layers.SpectralNormalization(layers.Dense(4))",
     "layers.BatchNormalization(trainable=False)",
 )
@@ -241,7 +239,7 @@ NET = (
 
 def _model(draw: Draw, task: Task, nest: str) -> list[str]:
     """Lines that make `model` of layers in nests, which a functional, sequential or subclassed model calls."""
-    middle = draw("unequal middle", "", *UNEQUAL_MIDDLES, often=40) or draw("middle", *MIDDLES, often=8)
+    middle = draw("unequal middle", "", *UNEQUAL_MIDDLES, often=160) or draw("middle", *MIDDLES, often=8)
     if "BatchNormalization(m" in middle:
         draw.unequal("batch normalization")
     if "MovingMean" in middle:
@@ -259,9 +257,11 @@ def _model(draw: Draw, task: Task, nest: str) -> list[str]:
         if any(f"{name}(" in layer for layer in [*layers, *body]):
             lines += definition
     step = draw("step", "", *STEPS_OF_MODELS, often=18)
-    draw.reasons += REASONS_OF_STEPS.get(step, [])
+    if not task.is_sequence:
+        step = draw("unequal step", "", *UNEQUAL_STEPS, often=60) or step
+    draw.reasons += UNEQUAL_STEPS.get(step, ((), ()))[1]
     is_one = len(task.inputs) == 1 and "" in task.targets
-    methods = STEPS_OF_MODELS.get(step, ())
+    methods = UNEQUAL_STEPS[step][0] if step in UNEQUAL_STEPS else STEPS_OF_MODELS.get(step, ())
     if form == "sequential" and is_one:
         lines.append(f"parts = [{', '.join([*layers, *body, 'layers.Dense(3)'])}]")
         if not draw.flag("unbuilt"):
@@ -307,7 +307,7 @@ def _class_of(base: str, methods: tuple[str, ...]) -> list[str]:
 
 def _items(names: Mapping[str, object], text: str, nest: str) -> list[str]:
     """A text for each part of a nest, with its key in place of AT."""
-    keys = [f"[{number}]" if nest == "list" else f'["{name}"]' for number, name in enumerate(names)]
+    keys = [f"[{number}]" if nest == "tuple" else f'["{name}"]' for number, name in enumerate(names)]
     if "" in names:
         keys = [""]
     return [text.replace("AT", key) for key in keys]
@@ -396,12 +396,6 @@ STEPS_OF_MODELS = {
         *(f"    {line}" for line in TRAIN_STEP[5:7]),
         *TRAIN_STEP[7:],
     ),
-    "scalar loss": (
-        *TRAIN_STEP[:4],
-        "            loss = sum(ops.mean(ops.square(part)) for part in keras.tree.flatten(predicted))",
-        *TRAIN_STEP[5:7],
-        '        return {"loss": loss}',
-    ),
     "two optimizers": (
         "    def compile(self, *args, **more):",
         "        super().compile(*args, **more)",
@@ -411,24 +405,6 @@ STEPS_OF_MODELS = {
         "        self.optimizer.apply_gradients(gradients[:-2])",
         "        self.second.apply_gradients(gradients[-2:])",
         *TRAIN_STEP[7:],
-    ),
-    "adversaries": (
-        "    def compile(self, *args, **more):",
-        "        super().compile(*args, **more)",
-        "        self.critic = keras.Sequential([keras.Input((3,)), layers.Dense(1)])",
-        "        self.second, self.noise = keras.optimizers.Adam(0.01), keras.random.SeedGenerator(3)",
-        *TRAIN_STEP[:2],
-        "        real = keras.tree.flatten(y)[0]",
-        "        with tf.GradientTape(persistent=True) as tape:",
-        "            made = keras.tree.flatten(self(x, training=True))[0]",
-        "            made = made + 0.1 * keras.random.normal(ops.shape(made), seed=self.noise)",
-        "            loss = ops.mean(self.critic(made) ** 2)",
-        "            critic_loss = ops.mean((self.critic(made) - 1) ** 2) + loss",
-        "        theirs = self.critic.trainable_variables",
-        "        own = [v for v in self.trainable_variables if not any(v is one for one in theirs)]",
-        "        self.second.apply_gradients(zip(tape.gradient(critic_loss, theirs), theirs))",
-        "        self.optimizer.apply_gradients(zip(tape.gradient(loss, own), own))",
-        '        return {"loss": loss, "critic": critic_loss}',
     ),
     "compute_loss": (
         "    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):",
@@ -447,10 +423,39 @@ STEPS_OF_MODELS = {
         "        return self.compute_metrics(x, y, predicted, sample_weight)",
     ),
 }
-REASONS_OF_STEPS = {
-    "scalar loss": ["a train_step without compute_loss"],
-    "adversaries": ["a train_step without compute_loss", "random numbers"],
+UNEQUAL_STEPS = {
+    "scalar loss": (
+        (
+            *TRAIN_STEP[:4],
+            "            loss = sum(ops.mean(ops.square(part)) for part in keras.tree.flatten(predicted))",
+            *TRAIN_STEP[5:7],
+            '        return {"loss": loss}',
+        ),
+        ("a train_step without compute_loss",),
+    ),
+    "adversaries": (
+        (
+            "    def compile(self, *args, **more):",
+            "        super().compile(*args, **more)",
+            "        self.critic = keras.Sequential([keras.Input((3,)), layers.Dense(1)])",
+            "        self.second, self.noise = keras.optimizers.Adam(0.01), keras.random.SeedGenerator(3)",
+            *TRAIN_STEP[:2],
+            "        real = keras.tree.flatten(y)[0]",
+            "        with tf.GradientTape(persistent=True) as tape:",
+            "            made = keras.tree.flatten(self(x, training=True))[0]",
+            "            made = made + 0.1 * keras.random.normal(ops.shape(made), seed=self.noise)",
+            "            loss = ops.mean(self.critic(made) ** 2)",
+            "            critic_loss = ops.mean((self.critic(made) - 1) ** 2) + loss",
+            "        theirs = self.critic.trainable_variables",
+            "        own = [v for v in self.trainable_variables if not any(v is one for one in theirs)]",
+            "        self.second.apply_gradients(zip(tape.gradient(critic_loss, theirs), theirs))",
+            "        self.optimizer.apply_gradients(zip(tape.gradient(loss, own), own))",
+            '        return {"loss": loss, "critic": critic_loss}',
+        ),
+        ("a train_step without compute_loss", "random numbers"),
+    ),
 }
+"""methods, and why ranks train another model"""
 
 
 # ---- compile ---------------------------------------------------------------------------------------------------------
@@ -470,7 +475,6 @@ OPTIMIZERS = (
     "Lamb(RATE)",
     "Lion(RATE)",
     "Adafactor(RATE)",
-    "Muon(RATE)",
     "ScheduleFreeAdamW(RATE)",
 )
 RATES = (
@@ -508,7 +512,6 @@ LOSSES = {
         "keras.losses.CosineSimilarity(REDUCED)",
         '"mse"',
         "lambda y, p: ops.mean(ops.abs(y - p) ** 3, -1)",
-        "lambda y, p: ops.mean(ops.square(y - p)) + ops.square(ops.mean(p))",
     ),
     "classes": (
         "keras.losses.SparseCategoricalCrossentropy(from_logits=True, REDUCED)",
@@ -519,16 +522,19 @@ LOSSES = {
         "keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1, REDUCED)",
         "keras.losses.CategoricalHinge(REDUCED)",
         "keras.losses.CategoricalFocalCrossentropy(from_logits=True, REDUCED)",
-        "keras.losses.Dice(REDUCED)",
     ),
     "flags": (
         "keras.losses.BinaryCrossentropy(from_logits=True, REDUCED)",
         "keras.losses.SquaredHinge(REDUCED)",
         "keras.losses.BinaryFocalCrossentropy(from_logits=True, REDUCED)",
-        "keras.losses.Tversky(REDUCED)",
     ),
 }
-WHOLE_BATCH = ("ops.square(ops.mean(p))", "Dice", "Tversky")
+OF_WHOLE_BATCHES = {
+    "numbers": "lambda y, p: ops.mean(ops.square(y - p)) + ops.square(ops.mean(p))",
+    "classes": "",
+    "one-hot": "keras.losses.Dice(REDUCED)",
+    "flags": "keras.losses.Tversky(REDUCED)",
+}
 REDUCTIONS = ("", 'reduction="sum"', 'reduction="mean"', 'reduction="mean_with_sample_weight"', "reduction=None")
 OF_ANY = ("Moment()", "Largest()", "Both()")
 METRICS = {
@@ -543,7 +549,7 @@ METRICS = {
     ),
     "classes": (
         '"accuracy"',
-        "keras.metrics.MeanMetricWrapper(lambda y, p: ops.max(p, -1), name='largest')",
+        "keras.metrics.MeanMetricWrapper(lambda y, p: ops.max(p, -1), name='highest')",
         "keras.metrics.SparseCategoricalCrossentropy(from_logits=True)",
         "keras.metrics.MeanIoU(3, sparse_y_pred=False)",
         *OF_ANY[1:],
@@ -603,11 +609,15 @@ def _compile(draw: Draw, task: Task, nest: str) -> list[str]:
         draw.unequal("ScheduleFreeAdamW")
     optimizer = draw("wrapper", *WRAPPERS, often=9).replace("OPTIMIZER", f"{optimizer[:-1]}{more})")
     losses, metrics, weighted = {}, {}, {}
+    # Keras cannot add a loss of each row to the scalars of regularizers and other outputs.
+    is_alone = len(task.targets) == 1 and not any("egulariz" in word or "Penalty" in word for word in draw.words.values())
+    reductions = REDUCTIONS if is_alone else REDUCTIONS[:-1]
     for name, (_, kind) in task.targets.items():
         loss = draw(f"loss {name}", *LOSSES[kind], often=4)
-        if any(words in loss for words in WHOLE_BATCH):
+        if OF_WHOLE_BATCHES[kind] and draw.flag(f"loss of the batch {name}", often=50):
+            loss = OF_WHOLE_BATCHES[kind]
             draw.unequal("a loss of the whole batch")
-        losses[name] = loss.replace("REDUCED", draw(f"reduction {name}", *REDUCTIONS, often=5)).replace(", )", ")")
+        losses[name] = loss.replace("REDUCED", draw(f"reduction {name}", *reductions, often=5)).replace(", )", ")")
         of_kind = METRICS[kind][:-2] if task.is_sequence else METRICS[kind]
         metrics[name] = f"[{draw(f'metric {name}', *of_kind, often=4)}]"
         weighted[name] = f"[{draw(f'weighted metric {name}', '', *of_kind, often=4)}]"
@@ -699,14 +709,14 @@ PIPELINES = (
     "tf.data.Dataset.zip(data, data.shuffle(rows, seed=5)).map(lambda a, b: a).batch(batch)",
     "data.concatenate(data.take(3)).batch(batch)",
     "data.shuffle(4, seed=1).repeat().batch(batch)",
-    "data.rebatch(3).rebatch(batch)",
+    "data.batch(3).rebatch(batch)",
     "data.padded_batch(batch)",
     "data.ragged_batch(batch).map(lambda *parts: tf.nest.map_structure("
     "lambda p: p.to_tensor() if isinstance(p, tf.RaggedTensor) else p, parts))",
     "tf.data.Dataset.sample_from_datasets([data, data], [0.5, 0.5], seed=4).batch(batch)",
     "data.window(batch).flat_map(lambda *parts: tf.data.Dataset.zip(tf.nest.map_structure("
     "lambda p: p.batch(batch), parts)))",
-    "tf.data.Dataset.from_generator(lambda: iter(data), output_signature=data.element_spec).batch(batch)",
+    "tf.data.Dataset.from_generator(lambda: iter(both), output_signature=data.element_spec).batch(batch)",
     "data.batch(batch).apply(tf.data.experimental.assert_cardinality(-(-rows // batch)))",
     "data.snapshot('snapshot').batch(batch)",
     "data.cache('cached').shuffle(5, seed=8).batch(batch)",
@@ -899,12 +909,14 @@ def _fits(draw: Draw, task: Task, compiled: list[str]) -> list[str]:
         between = draw("between", *BETWEEN)
         if "learning_rate" in between and draw.taken["rate"]:  # a schedule
             between = ""
+        if between.endswith("trainable = False") and "MultiOptimizer" in draw.words["wrapper"]:
+            between = ""
         lines += [line for part in between.split("; ") for line in (compiled if part == "COMPILED" else [part]) if line]
         lines.append(f"histories.append({call}.history)")
     # Of two optimizers, each has slots of all weights, in Keras of those alone that it updates: see docs/fit.md.
     has_parts = draw.words["step"] == "two optimizers"
     lines += [line for line in RESULTS if not (has_parts and "optimizer.variables" in line)]
-    if draw.words["step"] == "adversaries":
+    if draw.words.get("unequal step") == "adversaries":
         lines.append('results["second"] = [variable.numpy() for variable in model.second.variables]')
     if draw.flag("evaluate", often=2):
         weighed = "x, y, batch_size=4" + ", sample_weight=weights" * (_given(draw) != "(x, y)")
@@ -995,6 +1007,8 @@ def _callbacks(draw: Draw, arguments: list[str]) -> tuple[list[str], list[str]]:
     chosen = [draw(f"callback {number}", "", *CALLBACKS, often=8) for number in range(3)]
     if draw.taken["rate"] or "MultiOptimizer" in draw.words["wrapper"]:  # no rate that can be set
         chosen = [one for one in chosen if not any(name in one for name in OF_RATES)]
+    if "MultiOptimizer" in draw.words["wrapper"]:  # which trains the layers of its beginning
+        chosen = [one for one in chosen if "trainable'" not in one and one != "Thaw()"]
     if "use_ema" not in draw.words["optimizer options"]:
         chosen = [one for one in chosen if "SwapEMA" not in one]
     if not any(argument.startswith("validation") for argument in arguments):

@@ -4,6 +4,7 @@ FOLDER/JOB.py is a job's script. FOLDER/JOB.keras gets what one process of Keras
 what a rank trains, and what a run that is ended and started again trains; or the exception that ended it. Modes are
 
 - train: with STEP > 0, the ranks also end a run before this step, and start it again;
+- compare: as well, and where Keras has other values, it trains weights that differ by rounding;
 - kill: all ranks are killed soon after this step has begun;
 - again: what `kill` has ended is started again, which FOLDER/JOB.again.<rank> has.
 """
@@ -165,13 +166,13 @@ class OnRanks:
 
 
 def references(folder: Path, names: list[str]) -> None:
-    """Trains each job in one process of Keras, on one of the ranks, unless another start has done so."""
-    for number, name in enumerate(names):
-        path = folder / f"{name}.keras"
-        if number % hvd.size() == hvd.rank() and not path.exists():
-            faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    """Trains each job in one process of Keras, on the next rank that is free, unless another start has done so."""
+    for name in names:
+        with contextlib.suppress(FileExistsError):
+            (folder / f"{name}.claim").touch(exist_ok=False)
+            faulthandler.dump_traceback_later(LIMIT_S / 3, exit=True)
             script = (folder / f"{name}.py").read_text()
-            write(path, {"keras": outcome_of(script, folder / f"{name}-keras", in_keras)})
+            write(folder / f"{name}.keras", {"keras": outcome_of(script, folder / f"{name}-keras", in_keras)})
 
 
 def write(path: Path, outcomes: dict[str, Outcome]) -> None:
@@ -199,19 +200,21 @@ def train(script: str, folder: Path, runs: Path, name: str, step: int) -> dict[s
 def main() -> None:
     folder, jobs = Path(sys.argv[1]), sys.argv[2:]
     hvd.init()
-    references(folder, [job.partition(":")[0] for job in jobs if ":train:" in job])
+    references(folder, [job.partition(":")[0] for job in jobs if ":train:" in job or ":compare:" in job])
     for job in jobs:
         name, mode, step = job.split(":")
         hvd.allgather_object(name, name="next_job")
         faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         script = (folder / f"{name}.py").read_text()
         own = folder / f"{name}-rank-{hvd.rank()}"
-        if mode == "train":
+        if mode in ("train", "compare"):
             path = folder / f"{name}.{hvd.size()}.{hvd.rank()}"
-            outcomes = train(script, own / str(hvd.size()), folder / f"runs-{hvd.size()}", name, int(step))
             reference = Outcome(**pickle.loads((folder / f"{name}.keras").read_bytes())["keras"])
-            differs = difference(reference.values, outcomes["ranks"].values, TOLERANCE)
-            if differs and not reference.error and not outcomes["ranks"].error and hvd.rank() == 0:
+            outcomes = {"ranks": reference}
+            if not reference.error:
+                outcomes = train(script, own / str(hvd.size()), folder / f"runs-{hvd.size()}", name, int(step))
+            found = outcomes["ranks"].values
+            if mode == "compare" and found and hvd.rank() == 0 and difference(reference.values, found, TOLERANCE):
                 outcomes["nearly keras"] = outcome_of(script, folder / f"{name}-nearly", nearly_in_keras)
         else:
             path = folder / f"{name}.{mode}.{hvd.rank()}"
