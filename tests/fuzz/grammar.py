@@ -130,6 +130,8 @@ def job(seed: int, given: Mapping[str, int | str] | None = None, is_whole: bool 
     if "batch normalization" in draw.reasons and draw.flag("synchronized", often=1) and not options:
         options = {"model.sync_batch_norm": True}
         draw.reasons.remove("batch normalization")
+    if options and "clip" in draw.words["optimizer options"] and TOKENS in task.inputs.values():
+        draw.unequal("rows of an embedding are added up before they are clipped")
     lines = ["def job(fit, evaluate, predict):", *(f"    {line}" for line in body)]
     head = HEAD.replace("SEED", str(seed)).replace("GIVEN", str(options)).replace("POLICY", policy)
     head = head.replace("FLOATX", "float64" if policy == "float64" else "float32")
@@ -369,9 +371,11 @@ TRAIN_STEP = (
 STEPS_OF_MODELS = {
     "train_step": TRAIN_STEP,
     "own tracker": (
+        "    def compile(self, *args, **more):",
+        "        super().compile(*args, **more)",
+        '        self.tracker = keras.metrics.Mean("own")',
         "    @property",
         "    def metrics(self):",
-        '        self.tracker = getattr(self, "tracker", None) or keras.metrics.Mean("own")',
         "        return [*super().metrics, self.tracker]",
         *TRAIN_STEP[:5],
         "        self.tracker.update_state(ops.mean(ops.square(keras.tree.flatten(predicted)[0]), -1))",
@@ -610,14 +614,17 @@ def _compile(draw: Draw, task: Task, nest: str) -> list[str]:
     optimizer = draw("wrapper", *WRAPPERS, often=9).replace("OPTIMIZER", f"{optimizer[:-1]}{more})")
     losses, metrics, weighted = {}, {}, {}
     # Keras cannot add a loss of each row to the scalars of regularizers and other outputs.
-    is_alone = len(task.targets) == 1 and not any("egulariz" in word or "Penalty" in word for word in draw.words.values())
-    reductions = REDUCTIONS if is_alone else REDUCTIONS[:-1]
+    has_others = len(task.targets) > 1 or any(word in str(draw.words) for word in ("egulariz", "Penalty"))
+    reductions = REDUCTIONS[:-1] if has_others else REDUCTIONS
     for name, (_, kind) in task.targets.items():
         loss = draw(f"loss {name}", *LOSSES[kind], often=4)
         if OF_WHOLE_BATCHES[kind] and draw.flag(f"loss of the batch {name}", often=50):
             loss = OF_WHOLE_BATCHES[kind]
             draw.unequal("a loss of the whole batch")
-        losses[name] = loss.replace("REDUCED", draw(f"reduction {name}", *reductions, often=5)).replace(", )", ")")
+        reduction = draw(f"reduction {name}", *reductions, often=5)
+        if reduction == "reduction=None" and draw.words["step"] == "compute_loss":
+            draw.unequal("compute_loss adds to a loss of each row")
+        losses[name] = loss.replace("REDUCED", reduction).replace(", )", ")")
         of_kind = METRICS[kind][:-2] if task.is_sequence else METRICS[kind]
         metrics[name] = f"[{draw(f'metric {name}', *of_kind, often=4)}]"
         weighted[name] = f"[{draw(f'weighted metric {name}', '', *of_kind, often=4)}]"
@@ -724,6 +731,7 @@ PIPELINES = (
 UNKNOWN_LENGTH = ("filter", "window", "from_generator", "rebatch", "sample_from")
 SHORTENED = "data = data.map(lambda t, *more: (t[: 1 + tf.math.count_nonzero(t)], *more))"
 """rows of several lengths"""
+END_AS_STEP = "the end of an unknown length is a step of Keras"
 RESULTS = (
     'results = {"histories": histories, "seen": seen}',
     'results["weights"] = [weight.numpy() for weight in model.weights]',
@@ -891,14 +899,12 @@ def _fits(draw: Draw, task: Task, compiled: list[str]) -> list[str]:
     arguments += _validation(draw, lines, data)
     if epochs > 1 and draw.flag("initial epoch", often=12):
         arguments.append("initial_epoch=1")
-    before, after = _callbacks(draw, arguments)
-    counts_steps = draw.taken["rate"] or any("on_train_batch_begin" in line for line in before)
-    if (
-        counts_steps
-        and draw.words["data"] == "tf.data"
-        and any(word in draw.words["pipeline"] for word in UNKNOWN_LENGTH)
-    ):
-        draw.unequal("the end of an unknown length is a step of Keras")
+    before, after = _callbacks(draw, task, arguments)
+    has_end = draw.words["data"] == "tf.data" and any(word in draw.words["pipeline"] for word in UNKNOWN_LENGTH)
+    if has_end and (draw.taken["rate"] or any("on_train_batch_begin" in line for line in before)):
+        draw.unequal(END_AS_STEP)
+    if len(task.targets) > 1 and (has_end or draw.words["validation"] == "filtered"):
+        draw.unequal("the end of an unknown length counts in losses of outputs")
     call = f"fit(model, {data}, {', '.join(arguments)})"
     lines += [*before, f"histories = [{call}.history]"]
     if draw.flag("second fit"):
@@ -911,6 +917,8 @@ def _fits(draw: Draw, task: Task, compiled: list[str]) -> list[str]:
             between = ""
         if between.endswith("trainable = False") and "MultiOptimizer" in draw.words["wrapper"]:
             between = ""
+        if between.endswith("trainable = False") and "use_ema" in draw.words["optimizer options"]:
+            draw.unequal("averages of frozen layers")
         lines += [line for part in between.split("; ") for line in (compiled if part == "COMPILED" else [part]) if line]
         lines.append(f"histories.append({call}.history)")
     # Of two optimizers, each has slots of all weights, in Keras of those alone that it updates: see docs/fit.md.
@@ -969,7 +977,8 @@ CALLBACK_CLASSES = {
     "Thaw": (
         "class Thaw(keras.callbacks.Callback):",
         "    def on_epoch_begin(self, epoch, logs=None):",
-        "        self.model.layers[-1].trainable = epoch != 1",
+        "        if epoch:",
+        "            self.model.layers[-1].trainable = epoch != 1",
     ),
 }
 CALLBACKS = (
@@ -994,6 +1003,7 @@ CALLBACKS = (
     "Thaw()",
 )
 OF_RATES = ("ReduceLR", "RateScheduler", "Decay")
+OF_FREEZING = ("'trainable'", "Thaw")
 FILES = {
     "log.csv": "np.genfromtxt('log.csv', delimiter=',', skip_header=1)",
     "best.weights.h5": "[model.load_weights('best.weights.h5'), *model.get_weights()][1:]",
@@ -1002,19 +1012,20 @@ FILES = {
 """contents of files that callbacks write, as arrays"""
 
 
-def _callbacks(draw: Draw, arguments: list[str]) -> tuple[list[str], list[str]]:
+def _callbacks(draw: Draw, task: Task, arguments: list[str]) -> tuple[list[str], list[str]]:
     """Lines before the call, whose arguments get `callbacks`, and lines with results."""
     chosen = [draw(f"callback {number}", "", *CALLBACKS, often=8) for number in range(3)]
+    left_out = []
     if draw.taken["rate"] or "MultiOptimizer" in draw.words["wrapper"]:  # no rate that can be set
-        chosen = [one for one in chosen if not any(name in one for name in OF_RATES)]
+        left_out += OF_RATES
     if "MultiOptimizer" in draw.words["wrapper"]:  # which trains the layers of its beginning
-        chosen = [one for one in chosen if "trainable'" not in one and one != "Thaw()"]
+        left_out += OF_FREEZING
     if "use_ema" not in draw.words["optimizer options"]:
-        chosen = [one for one in chosen if "SwapEMA" not in one]
+        left_out.append("SwapEMA")
     if not any(argument.startswith("validation") for argument in arguments):
-        chosen = [one for one in chosen if "val_loss" not in one]
-    if any("train_on_batch" in one for one in chosen) and '"sum"' in " ".join(draw.words.values()):
-        draw.unequal("train_on_batch with a sum over rows")
+        left_out.append("val_loss")
+    chosen = [one for one in chosen if not any(word in one for word in left_out)]
+    _note_reasons(draw, task, chosen)
     if draw.flag("seen", often=1):
         chosen.append("Seen()")
     chosen = [*dict.fromkeys(one for one in chosen if one)]
@@ -1033,3 +1044,14 @@ def _callbacks(draw: Draw, arguments: list[str]) -> tuple[list[str], list[str]]:
     if chosen:
         arguments.append(f"callbacks=[{', '.join(chosen)}]")
     return lines, results
+
+
+def _note_reasons(draw: Draw, task: Task, callbacks: list[str]) -> None:
+    """Notes why ranks train another model with these callbacks."""
+    if "use_ema" in draw.words["optimizer options"] and any(word in one for word in OF_FREEZING for one in callbacks):
+        draw.unequal("averages of frozen layers")
+    if any("train_on_batch" in one for one in callbacks):  # each rank trains all of its rows
+        if '"sum"' in " ".join(draw.words.values()):
+            draw.unequal("train_on_batch with a sum over rows")
+        if TOKENS in task.inputs.values():
+            draw.unequal("train_on_batch with an embedding")
