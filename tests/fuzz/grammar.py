@@ -126,7 +126,7 @@ def job(seed: int, given: Mapping[str, int | str] | None = None, is_whole: bool 
     model = _model(draw, task, nest)
     compiled = _compile(draw, task, nest)
     body = [*_data(draw, task, nest), *model, *compiled, *_fits(draw, task, compiled)]
-    options = draw("options", {}, {"train.virtual_ranks": 4}, often=9)
+    options = draw("options", {}, {"train.virtual_ranks": 4}, often=7)
     if "batch normalization" in draw.reasons and draw.flag("synchronized", often=1) and not options:
         options = {"model.sync_batch_norm": True}
         draw.reasons.remove("batch normalization")
@@ -640,7 +640,7 @@ def _compile(draw: Draw, task: Task, nest: str) -> list[str]:
     arguments += given
     if any("Largest" in argument for argument in given):
         draw.unequal("a metric that is no sum")
-    if draw.flag("eager", often=20):
+    if draw.flag("eager", often=12):
         arguments.append("run_eagerly=True")
     elif draw.flag("steps per execution", often=9):
         arguments.append("steps_per_execution=2")
@@ -825,8 +825,8 @@ def _pipeline(draw: Draw, given: str, arguments: list[str]) -> tuple[list[str], 
 
 def _validation(draw: Draw, lines: list[str], data: str) -> list[str]:
     """Arguments of `fit` on held-out data; `lines` stand before the call."""
-    kinds = ("arrays", "tf.data", "split", "shuffled", "PyDataset", "generator", "taken", "repeated", "filtered")
-    kind = draw("validation", "", *kinds, often=4)
+    unshuffled = ("arrays", "tf.data", "split", "PyDataset", "generator", "taken", "repeated", "filtered")
+    kind = draw("validation", "", *unshuffled, "shuffled", "shuffled", often=3)
     given = _given(draw) if draw.flag("weighted validation", often=1) else "(x, y)"
     held_out = f"tf.data.Dataset.from_tensor_slices({given})"
     arguments = [f"validation_data={held_out}.take(7).batch(3)"]
@@ -839,7 +839,7 @@ def _validation(draw: Draw, lines: list[str], data: str) -> list[str]:
         arguments = [f"validation_data={given}", *draw("validation batch", *sizes)]
     elif kind == "shuffled":
         order = draw("shuffled", *(f"{order}.batch(4)" for order in ORDERS))
-        arguments = [f"validation_data={held_out}{order}", *draw("steps", [], ["validation_steps=1"], often=3)]
+        arguments = [f"validation_data={held_out}{order}", *draw("steps", [], ["validation_steps=1"], often=2)]
     elif kind == "PyDataset":
         lines += _py_dataset(draw) * (not data.startswith("Batches"))
         arguments = [f"validation_data=Batches(*{given})"]
@@ -897,7 +897,7 @@ def _fits(draw: Draw, task: Task, compiled: list[str]) -> list[str]:
     arguments = [f"epochs={epochs}", "verbose=0"]
     lines, data = _training_data(draw, task, arguments)
     arguments += _validation(draw, lines, data)
-    if epochs > 1 and draw.flag("initial epoch", often=12):
+    if epochs > 1 and draw.flag("initial epoch", often=7):
         arguments.append("initial_epoch=1")
     before, after = _callbacks(draw, task, arguments)
     has_end = draw.words["data"] == "tf.data" and any(word in draw.words["pipeline"] for word in UNKNOWN_LENGTH)
@@ -976,9 +976,11 @@ CALLBACK_CLASSES = {
     ),
     "Thaw": (
         "class Thaw(keras.callbacks.Callback):",
+        "    epochs = 0",
         "    def on_epoch_begin(self, epoch, logs=None):",
-        "        if epoch:",
-        "            self.model.layers[-1].trainable = epoch != 1",
+        "        self.epochs += 1",
+        "        if self.epochs > 1:",
+        "            self.model.layers[-1].trainable = self.epochs != 2",
     ),
 }
 CALLBACKS = (
@@ -993,6 +995,7 @@ CALLBACKS = (
     "keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: "
     "seen.append(model.evaluate(x, y, batch_size=batch, verbose=0)))",
     "keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: model.train_on_batch(x, y))",
+    "keras.callbacks.BackupAndRestore('backup')",
     "keras.callbacks.SwapEMAWeights()",
     "keras.callbacks.SwapEMAWeights(swap_on_epoch=True)",
     "keras.callbacks.CSVLogger('log.csv')",
