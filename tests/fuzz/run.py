@@ -146,7 +146,9 @@ def trained(
         words = []
         for number in range(done, len(jobs)):
             mode = "compare" if OF_PARTS.keys() >= set(jobs[number].unequal) else "train"
-            words.append(f"{number}:{mode}:{_step(jobs[number]) if resumes else 0}")
+            # TensorFlow refuses a file of a cache that a process which has ended left unfinished.
+            ends = resumes and ".cache('" not in jobs[number].script
+            words.append(f"{number}:{mode}:{_step(jobs[number]) if ends else 0}")
         try:
             limit_s, env = LIMIT_S * len(words) + 60, {"PYTHONPATH": str(package)}
             ended = run(size, [sys.executable, RANKS, folder, *words], limit_s, env, warm=True)
@@ -183,7 +185,7 @@ def _outcomes(file: Path) -> dict[str, SimpleNamespace]:
 def killed(jobs: Sequence[grammar.Job], results: Mapping[int, list[Result]], folder: Path) -> list[Result]:
     """Results of jobs that are killed, and started again on as many or other ranks; each start has two of them."""
     found = [results[min(results)][number] for number in range(len(jobs))]
-    numbers = [number for number, result in enumerate(found) if result.values]
+    numbers = [n for n, result in enumerate(found) if result.values and ".cache('" not in jobs[n].script]
     sizes = [size for size in sorted(results) for _ in range(2)]
     for place in range(len(numbers) + 1):
         size = sizes[place % len(sizes)]
