@@ -125,6 +125,8 @@ def main(argv: Sequence[str]) -> int:
             parser.error(f"got --peers {name}, expected some of {','.join(PEERS)}")
     # More ranks than slots, for the parameter server, which mostly waits.
     call = ranks.caller(ranks.Start("peers", LaunchOptions(hosts=f"localhost:{workers}", oversubscribe=True)))
+    os.environ |= QUIET
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
     train_args = [*COMMON, *more]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in range(options.turns):
@@ -150,11 +152,10 @@ def train_once(
     with tempfile.TemporaryDirectory(prefix="ringtrain-peers-") as folder:
         ports = free_ports(workers + 2)
         one = OneStart(peer.run, workers, num_ranks, ports, options.steps, options.limit, folder, time.time())
-        path = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environ = {**QUIET, "KERAS_BACKEND": peer.backend, "PYTHONPATH": path}
+        os.environ["KERAS_BACKEND"] = peer.backend  # which the ranks inherit
         failure = ""
         try:
-            call(on_ranks, one, [*train_args, *peer.options(workers)], num_ranks, environ)
+            call(on_ranks, one, [*train_args, *peer.options(workers)], num_ranks)
         except LaunchError as error:
             failure = str(error)
         said = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("rank-*.json"))]

@@ -102,7 +102,7 @@ def module_of(name: str) -> Any:
 
 
 SWEEP = OnRanks(
-    "sweep.cli",
+    "sweep",
     "try many values of some options, side by side",
     "Trains with many values of some options, as many trials at once as there are slots, and says which are best by"
     " --objective; the same command goes on after an interruption.",
@@ -113,7 +113,7 @@ SWEEP = OnRanks(
     places_ranks=True,
 )
 PROVE = OnRanks(
-    "prove.cli",
+    "prove",
     "put a job to the test: equal to one process, to itself, and through kills",
     "Trains a few steps of a job on one process and on -np ranks, stops, kills and resumes it, and says which promises"
     " hold for it. The command is a script with ringtrain.fit, or python -m ringtrain.train with options; it is started"
@@ -138,18 +138,18 @@ def plain(module: str, help: str, description: str) -> Command:
 
 
 INIT = plain(
-    "init.cli",
+    "init",
     "write a first configuration and job file",
     "Writes config.toml, with comments, and job.py, with a model and data to replace; both train as they are."
     " Overwrites nothing.",
 )
 RUNS = plain(
-    "report.runs",
+    "runs",
     "list the runs of a folder",
     "Lists the runs of a folder, the newest first: state, steps, metrics, speed, ranks and start.",
 )
 REPORT = plain(
-    "report.cli",
+    "report",
     "say what came of a run, or what happened to it",
     "Writes one HTML page, which needs nothing else, about a run, or about several side by side.",
 )
@@ -159,19 +159,19 @@ DATA = Command(
     "look at files of rows, index or convert them",
     kinds=lambda: {
         "show": plain(
-            "files.show",
+            "files_show",
             "say what is in files",
             "Prints numbers of files, blocks and rows, the columns and the first rows of Parquet, TFRecord"
             " files, or of folders of images, on disk or behind a URL.",
         ),
         "index": plain(
-            "files.index",
+            "files_index",
             "write an index next to TFRecord files",
             "Writes where each row begins to NAME.idx. With it, ringtrain.Records need not read files behind a URL from"
             " begin to end before training.",
         ),
         "convert": plain(
-            "files.convert",
+            "files_convert",
             "write the rows of files as Parquet",
             "Writes the rows of TFRecord, Parquet or image files as Parquet files with checksums, all or none.",
         ),
@@ -182,14 +182,14 @@ DATA = Command(
 def benches() -> dict[str, Command]:
     """Kinds of `ringtrain bench`."""
     train = OnRanks(
-        "bench.train",
+        "bench_train",
         "images/s, what a step's time goes into, ring efficiency",
-        "Measures images/s of ranks, what a step's time goes into, and ring efficiency, in turns; of a script rows/s."
-        " Starts ranks as ringtrain launch does.",
-        takes=" [-- options of ringtrain.train, or python own.py]",
+        "Measures images/s of ranks, what a step's time goes into, and ring efficiency, in turns. Starts ranks as"
+        " ringtrain launch does.",
+        takes=" [-- options of ringtrain.train]",
     )
     allreduce = OnRanks(
-        "bench.allreduce",
+        "bench_allreduce",
         "allreduces by MPI, Horovod, NCCL and a ring in NumPy",
         "Measures allreduces by each library, in turns, beside a memory copy and the link. Starts ranks as ringtrain"
         " launch does.",

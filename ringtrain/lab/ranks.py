@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -58,7 +58,6 @@ def caller(start: Start) -> Call:
         options: Any,
         train_args: Sequence[str] = (),
         num_ranks: int = 0,
-        environ: Mapping[str, str] = {},
         launcher: str = "",
     ) -> Any:
         """Calls on_ranks(options, train_args) on every rank of one start and returns the result of rank 0.
@@ -80,7 +79,6 @@ def caller(start: Start) -> Call:
                     start.launch,
                     command=(*command, "--", *train_args),
                     np=num_ranks or start.launch.np,
-                    environ=dict(environ),
                     launcher=launcher or start.launch.launcher,
                 )
             )

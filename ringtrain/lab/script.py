@@ -44,11 +44,6 @@ class Script:
         return script
 
     @property
-    def name(self) -> str:
-        """File of the script, or its first word."""
-        return next((Path(word).name for word in self.command if word.endswith(".py")), self.command[0])
-
-    @property
     def is_trainer(self) -> bool:
         return TRAINER in self.command
 

@@ -1,4 +1,4 @@
-"""A table of text, for a terminal and as Markdown."""
+"""A table of text, for a terminal and a page."""
 
 from __future__ import annotations
 
@@ -50,11 +50,6 @@ class Table:
             printed.print(Text(self.title, style="italic"))
         printed.print(table)
 
-    def markdown(self) -> str:
-        """Formats without the title."""
-        rows = [self.head, ["---"] * len(self.head), *self.rows]
-        return "\n".join(f"| {' | '.join(map(plain, row))} |" for row in rows)
-
 
 def number(value: float) -> str:
     """Formats a number with few characters: 1,200; 0.0025; 1e-06."""
@@ -77,9 +72,3 @@ def console() -> Console:
     if sys.stdout.isatty():
         return Console()
     return Console(force_terminal=False, color_system=None, width=10_000)
-
-
-def plain(text: str) -> str:
-    """Escapes text for Markdown."""
-    text = re.sub(r"([\\`*_|\[\]])", r"\\\1", text) if text != "---" else text
-    return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").split())

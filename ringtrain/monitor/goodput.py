@@ -81,12 +81,6 @@ class Goodput:
         return self.seconds["steps"] / self.total_s if self.total_s else 0.0
 
     @property
-    def busy_share(self) -> float:
-        """Fraction of the time of its attempts, in which hosts are paid for, in steps that count."""
-        busy_s = self.total_s - self.seconds["away"] - self.seconds["restart"]
-        return self.seconds["steps"] / busy_s if busy_s else 0.0
-
-    @property
     def host_hours(self) -> float:
         """Hours of all hosts during the attempts."""
         return sum(attempt.hosts * (attempt.last_s - attempt.begun_s) for attempt in self.attempts) / 3600

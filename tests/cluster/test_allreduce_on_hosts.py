@@ -21,7 +21,7 @@ def test_no_allreduce_sends_less_than_a_ring_so_that_none_has_more_bandwidth_tha
     ended = launching.run(0, told, TIMEOUT_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     wire = {one["method"]: one["wire_bytes"] / SIZE for one in json.loads(out.read_text())["results"]}
-    assert wire.pop("memory copy") < 0.01 and wire.pop("calling TensorFlow") < 0.5
+    assert wire.pop("memory copy") < 0.01
     assert wire.pop("link") > 0.49  # hosts send in turns
     assert set(wire) == {"MPI_Allreduce", "ring in NumPy", "Horovod over MPI", "Horovod over Gloo"}
     assert all(1 <= share < 2.5 for share in wire.values()), wire

@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 from ringtrain import ring_allreduce
 from ringtrain.errors import OutOfSync
-from ringtrain.lab.bench import allreduce
+from ringtrain.lab import bench_allreduce as allreduce
 
 SHAPES = ((), (1,), (2,), (7,), (3, 5), (1000,), (64, 1025))
 COMM = MPI.COMM_WORLD

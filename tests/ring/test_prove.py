@@ -27,21 +27,19 @@ def prove(folder: Path, *options: str, code: int = 0) -> tuple[dict[str, tuple[b
         "2",
         "--out",
         "proof.json",
-        "--html",
-        "proof.html",
         "--",
     ]
     ended = run(0, [*words, *options], TIMEOUT_S, env={"PYTHONPATH": PATHS}, cwd=folder, warm=True)
     assert ended.returncode == code, ended.stdout + ended.stderr
     results = json.loads((folder / "proof.json").read_text())["results"]
-    assert all(one["claim"] in (folder / "proof.html").read_text() for one in results)
+    assert all(one["claim"] in ended.stdout for one in results)
     return {one["claim"]: (one["holds"], one["evidence"]) for one in results}, ended.stdout
 
 
 def test_a_right_job_passes(tmp_path: Path) -> None:
     found, shown = prove(tmp_path, *TRAIN, *DATA, "--model.name", "proved:model")
     assert {holds for holds, _ in found.values()} == {True} and f"{len(found)} of {len(found)} hold" in shown
-    assert len(found) == 11
+    assert len(found) == 7
 
 
 def test_a_random_layer_outside_of_the_seeds_is_named(tmp_path: Path) -> None:
@@ -74,8 +72,7 @@ def test_a_script_passes_as_it_is(tmp_path: Path) -> None:
     """Its runs are in the folder of the proof, and have another length than the script asks for."""
     found, _ = prove(tmp_path, "python", SCRIPT)
     assert {holds for holds, _ in found.values()} == {True}, found
-    assert len(found) >= 14 and sum("same bits" in claim for claim in found) == 2
-    assert any(claim.endswith("on 3 ranks") for claim in found)
+    assert len(found) == 7
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["prove"]
 
 

@@ -1,4 +1,4 @@
-"""ringtrain sweep: side by side, killed, gone on with, pruned; with tiny trainings, each under the real launcher."""
+"""ringtrain sweep: side by side, killed and gone on with; with tiny trainings, each under the real launcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from launching import BIN, ROOT, run, warm_env
 
-from ringtrain.lab.sweep import trials
+from ringtrain.lab import sweep_trials as trials
 from ringtrain.monitor import journal
 
 pytestmark = pytest.mark.launch
@@ -88,10 +88,6 @@ def test_two_at_once_killed_and_gone_on_with_none_is_lost_and_none_done_twice(tm
     record = json.loads((folder / "results.json").read_text())["results"]
     assert [one["state"] for one in record["trials"]] == ["complete", "complete", "failed", "complete"]
     assert "train.batch_size: 100000 on 1 rank makes a global batch of 100000" in record["trials"][2]["facts"]["reason"]
-    # The batch size changes the rate as well, which is shown with each trial.
-    rates = [one["facts"]["learning_rate"] for one in record["trials"]]
-    assert rates == [pytest.approx(0.001 * 0.5**0.5), pytest.approx(0.001), None, pytest.approx(0.001 * 2**0.5)]
-    assert "trained rate" in ended.stdout and "0.00070711" in ended.stdout and "0.0014142" in ended.stdout
     summaries = {one.parent.name: json.loads((one / "summary.json").read_text()) for one in (first, second, runs[3])}
     losses = {name: one["test_loss"] for name, one in summaries.items()}
     best = min(losses, key=lambda name: losses[name])
@@ -120,29 +116,6 @@ def test_two_at_once_killed_and_gone_on_with_none_is_lost_and_none_done_twice(tm
     assert lost.returncode == 2 and "without optuna.db" in lost.stderr
 
 
-def test_asha_ends_a_trial_that_falls_behind_by_the_launchers_own_way(tmp_path):
-    """One at a time, since each has both slots, so that the better one is there to compare with."""
-    space = '"optimizer.learning-rate" = [0.01, 1e-9]\n'
-    argv = command(tmp_path, space, "-H", "localhost:2", "--ranks-per-trial", "2", "--prune", "asha")
-    first = tmp_path / "swept" / "trial-0000" / "fit-1"
-    end_when_all_train(argv, [first], signal.SIGINT)
-    stopped = json.loads((first / "summary.json").read_text())
-    assert stopped["stopped_by"] and stopped["in_sync"] and 0 < len(epochs_of(first)) < EPOCHS
-    ended = run(0, argv, TIMEOUT_S, warm=True)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert [bool(one["resumed_from"]) for one in starts_of(first)][::2] == [False, True]
-    good, bad = json.loads((tmp_path / "swept" / "results.json").read_text())["results"]["trials"]
-    assert (good["state"], good["epochs"], bad["state"]) == ("complete", EPOCHS, "pruned")
-    assert bad["facts"]["stopped_at"] < EPOCHS and bad["value"] > good["value"]
-    run_of_bad = tmp_path / "swept" / "trial-0001" / "fit-1"
-    summary = json.loads((run_of_bad / "summary.json").read_text())
-    assert summary["stopped_by"] == "SIGTERM" and summary["in_sync"]  # it has saved, and ended with its proof
-    better = json.loads((tmp_path / "swept" / "trial-0000" / "fit-1" / "summary.json").read_text())
-    assert summary["num_ranks"] == better["num_ranks"] == 2
-    assert better["numbers"]["global_batch_size"] == 2 * 16
-    assert signal.SIGTERM.name in (tmp_path / "swept" / "starts" / "trial-0001.log").read_text()
-
-
 SCRIPT = ROOT / "tests" / "ring" / "own_trial.py"
 
 
@@ -164,9 +137,13 @@ def test_a_script_is_swept_by_arguments_trial_values_and_options_of_fit_and_goes
     for number, (one, trial, rate) in enumerate(zip(runs, results["trials"], rates, strict=True)):
         assert [bool(start["resumed_from"]) for start in starts_of(one)] == [False, True]
         summary = json.loads((one / "summary.json").read_text())
-        assert summary["config"]["optimizer"]["learning_rate"] == trial["facts"]["learning_rate"] == pytest.approx(rate)
+        assert summary["config"]["optimizer"]["learning_rate"] == pytest.approx(rate)
         assert summary["num_parameters"] == 8 * 3 + 3 + 3 + 1 and summary["config"]["hvd"]["fusion_mb"] == 1
-        assert (trial["state"], trial["epochs"], trial["value"]) == ("complete", EPOCHS, summary["metrics"]["val_loss"])
+        assert (trial["state"], trial["facts"]["epochs"], trial["value"]) == (
+            "complete",
+            EPOCHS,
+            summary["metrics"]["val_loss"],
+        )
         assert (one.parent / "log.csv").read_text().count("\n") == EPOCHS + 1  # not in the script's own folder
         log = (folder / "starts" / f"trial-000{number}.log").read_text()
         assert "hvd.fusion_mb from ringtrain sweep" in log

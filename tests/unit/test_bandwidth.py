@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringtrain.errors import LaunchError, OutOfSync
-from ringtrain.lab.bench import allreduce
+from ringtrain.lab import bench_allreduce as allreduce
 
 
 def test_sizes_are_lists_and_ranges():

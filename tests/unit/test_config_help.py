@@ -240,7 +240,7 @@ def test_recipes_are_valid_and_a_mistake_in_them_is_not(recipe: Path) -> None:
 
 
 def test_the_first_configuration_names_the_schema() -> None:
-    from ringtrain.lab.init.cli import config_text
+    from ringtrain.lab.init import config_text
 
     (command,) = re.findall(r"(ringtrain schema) > schema.json", config_text())
     ended = subprocess.run(

@@ -14,8 +14,8 @@ from test_report import make_run
 from ringtrain import cli, config_io
 from ringtrain.config import changed_options
 from ringtrain.config_help import COMMON, texts
-from ringtrain.lab.init.cli import VALUES
-from ringtrain.lab.report import postmortem, runs
+from ringtrain.lab import postmortem, runs
+from ringtrain.lab.init import VALUES
 from ringtrain.run.run_folder import RunLock, is_locked
 
 
@@ -149,15 +149,6 @@ def test_the_state_is_that_of_the_last_start(events: list, state: str) -> None:
     earlier = {"event": "end", "exit_code": 0, "stopped_by": "", "start_s": 1.0, "time_s": 2.0}
     last = [{"event": event, "start_s": 3.0, "time_s": 4.0, **facts} for event, facts in [("start", {}), *events]]
     assert postmortem.state([earlier, *last]) == state
-
-
-def test_runs_are_looked_for_in_a_run_or_among_them(
-    many: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(many)
-    assert cli.main(["runs"]) == 2 and "runs ." in capsys.readouterr().err
-    assert cli.main(["runs", "third"]) == 2
-    assert f"third: is a run: give the folder that it is in, {many}\n" in capsys.readouterr().err
 
 
 def test_a_folder_without_runs_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringtrain.lab.report import time_use
-from ringtrain.lab.report.run_folder import Run
+from ringtrain.lab import report
+from ringtrain.lab.runs import Run
 from ringtrain.monitor import goodput
 
 
@@ -72,7 +72,6 @@ def test_parts_of_a_run_that_was_killed_and_launched_again():
     assert found.seconds == pytest.approx(expected)
     assert found.share == pytest.approx(expected["steps"] / 224)
     assert found.host_hours == pytest.approx((2 * 51 + 42 + 22) / 3600)
-    assert found.busy_share == pytest.approx(expected["steps"] / (224 - 100 - 9))
     # One attempt of three failed; a save took 1 s.
     assert found.best_interval_s == pytest.approx(math.sqrt(2 * 1.0 * 124 / 1))
 
@@ -181,11 +180,10 @@ def test_parts_add_up_to_the_clock_and_none_is_negative(events):
 
 def test_what_a_reader_sees():
     run = Run("", "r", [], [], {}, {}, {}, killed_and_restarted(), [])  # type: ignore[arg-type]
-    _, table, _ = time_use.parts_of({"r": run}, price=36.0)
+    table, _ = report.time_use({"r": run})
     rows = dict(table.rows)
     assert rows["between two launches"] == "1 min 40 s (44.6%)"
     assert rows["all"] == "3 min 44 s"
     assert rows["goodput"] == "17.1%"
-    assert rows["cost"] == "1.66"
     assert "changes of ranks, up to the first step" not in rows
-    assert time_use.parts_of({"r": Run("", "r", [], [], {}, {}, {}, [], [])}) == []  # type: ignore[arg-type]
+    assert report.time_use({"r": Run("", "r", [], [], {}, {}, {}, [], [])}) == []  # type: ignore[arg-type]

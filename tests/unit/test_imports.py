@@ -14,8 +14,7 @@ LAUNCHING = [
     "function_call",
     *(f"lab.{name}" for name in ("commands", "ranks", "stats", "tables")),
     # MPI crashes at its end where TensorFlow has been loaded after it: bench allreduce.
-    *(f"lab.bench.{name}" for name in ("train", "allreduce")),
-    *(f"lab.{name}.cli" for name in ("sweep", "report")),
+    *(f"lab.{name}" for name in ("bench_train", "bench_allreduce", "sweep", "report")),
 ]
 """modules of processes that start ranks or show results"""
 BEFORE_THE_CONFIGURATION = [

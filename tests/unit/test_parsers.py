@@ -33,8 +33,8 @@ from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.plans import mpirun
 from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import CheckpointError, ConfigError, HostsError, LaunchError, RunDirectoryError
-from ringtrain.lab.report import postmortem, run_folder
-from ringtrain.lab.sweep import trials
+from ringtrain.lab import postmortem, runs
+from ringtrain.lab import sweep_trials as trials
 from ringtrain.monitor import journal, trace
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT, MARK, PLAN
@@ -130,7 +130,7 @@ def read_run(text: str, folder: Path) -> None:
     for name in ("summary.json", "metrics.jsonl", "steps.jsonl"):
         written(folder, name, text)
     written(folder, "config.toml", f"# num_ranks = {text}\nrun = {text}")
-    run_folder.read(folder)
+    runs.read(folder)
 
 
 def read_timeline(text: str, folder: Path) -> None:
@@ -148,12 +148,12 @@ def read_manifest(text: str, folder: Path) -> None:
 
 def read_claim(text: str, folder: Path) -> None:
     path = written(folder, "summary.json", text)
-    trials.claim(path, {"a": 1}, "sweep")
+    trials.claim(path, {"a": 1})
 
 
 def read_summary(text: str, folder: Path) -> None:
     path = written(folder, "summary.json", text)
-    run_folder.is_done(folder)
+    runs.state_of(runs.read(folder))
     trials.epochs_in(path, "accuracy")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import re
@@ -220,17 +219,14 @@ def passes_of(rows: Records, seed: int | None) -> list[Any]:
 def test_data_are_shown_and_converted(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pyarrow")
     folder = write(kind, tmp_path / "rows")
-    assert cli.main(["data", "show", str(folder), "--check", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["rows"] == NUM and {*COLUMNS[kind]} <= {*shown["columns"]}
     assert cli.main(["data", "show", str(folder), "--check"]) == 0
     assert COLUMNS[kind][0] in capsys.readouterr().out
     for seed in ([], ["--seed", "1"]):
         target = tmp_path / f"parquet{len(seed)}"
-        words = ["data", "convert", str(folder), "--to", str(target), "--rows", "16", "--blocks", "2", *seed]
+        words = ["data", "convert", str(folder), "--to", str(target), "--rows", "16", *seed]
         assert cli.main(words) == 0
         assert cli.main(words) == 2  # it exists
-        assert [path.name for path in sorted(target.iterdir())] == ["part-00000.parquet", "part-00001.parquet"]
+        assert [path.name for path in sorted(target.iterdir())] == ["part-00000.parquet"]
         inputs, target_column = COLUMNS[kind]
         rows = [
             [

@@ -12,8 +12,9 @@ from ringtrain import cli, config_io
 from ringtrain.cluster.hosts import parse_hosts, select
 from ringtrain.config import Config, with_values
 from ringtrain.errors import ConfigError, MissingDependency
-from ringtrain.lab.sweep import space, trials
-from ringtrain.lab.sweep.space import Choice, Range, Study
+from ringtrain.lab import sweep_space as space
+from ringtrain.lab import sweep_trials as trials
+from ringtrain.lab.sweep_space import Choice, Range, Study
 
 ROOT = Path(__file__).parents[2]
 TRAIN = ["python", "-m", "ringtrain.train"]
@@ -30,7 +31,7 @@ def test_options_are_named_as_on_the_command_line_or_as_in_a_configuration(tmp_p
         """
         seed = [1, 2]
         "optimizer.learning-rate" = {low = 1e-4, high = 1, log = true}
-        train.batch-size = {low = 16, high = 70, step = 16}
+        train.batch-size = {low = 16, high = 70}
         [schedule]
         milestones = [[1, 2], [3]]
         [model]
@@ -40,7 +41,7 @@ def test_options_are_named_as_on_the_command_line_or_as_in_a_configuration(tmp_p
     assert found == {
         "seed": Choice((1, 2)),
         "optimizer.learning_rate": Range(1e-4, 1.0, log=True),
-        "train.batch_size": Range(16, 70, step=16),
+        "train.batch_size": Range(16, 70),
         "schedule.milestones": Choice(((1.0, 2.0), (3.0,))),
         "model.metrics": Choice(((), ("top-5",))),
     }
@@ -52,7 +53,7 @@ def test_names_without_a_section_are_a_scripts_own(tmp_path):
         learning-rate = {low = 1e-4, high = 1, log = true}
         seed = [1, 2]
         rate = [1, 0.5]
-        units = {low = 8, high = 32, step = 8}
+        units = {low = 8, high = 32}
         kind = ["gru", "lstm"]
         "hvd.compression" = ["none", "fp16"]
         """
@@ -62,11 +63,10 @@ def test_names_without_a_section_are_a_scripts_own(tmp_path):
         "learning_rate": Range(1e-4, 1.0, log=True),
         "seed": Choice((1, 2)),
         "rate": Choice((1.0, 0.5)),
-        "units": Range(8, 32, step=8),
+        "units": Range(8, 32),
         "kind": Choice(("gru", "lstm")),
         "hvd.compression": Choice(("none", "fp16")),
     }
-    assert found["units"].points() == (8, 16, 24, 32)
 
 
 @pytest.mark.parametrize(
@@ -117,12 +117,11 @@ BAD = {
     "train.batch_size = [8, 8]": "train.batch_size: got 8 twice, expected each value once",
     "train.batch_size = {low = 1, high = 2.5}": "train.batch_size, high: got 2.5, expected int",
     "train.batch_size = {low = 4, high = 4}": "train.batch_size: got low 4 and high 4, expected low below high",
-    "train.batch_size = {low = 4, high = 8, step = 5}": "train.batch_size: got step 5, expected it above 0, and 4 at",
+    "train.batch_size = {low = 4, high = 8, step = 2}": "train.batch_size: unknown key step of a range: expected one",
     "train.batch_size = {lo = 4, high = 8}": "train.batch_size: unknown key lo of a range: did you mean low?",
     "train.batch_size = {low = 4}": "train.batch_size: got a range without high, expected low and high",
     "optimizer.momentum = {low = 0, high = 0.9, log = true}": "optimizer.momentum: got log and low 0.0, expected low a",
     "optimizer.momentum = {low = 0.1, high = 1.5}": "optimizer.momentum: got 1.5, expected 0 up to 1, 1 excluded",
-    "optimizer.momentum = {low = 0.1, high = 0.5, log = true, step = 0.1}": "optimizer.momentum: got log and step,",
     "optimizer.name = ['sgd', 'adan']": "optimizer.name: got 'adan', expected one of sgd, adam, ",
     "optimizer.name = {low = 1, high = 2}": "optimizer.name: got a range, expected a list: its values are no numbers",
     "train.jit = ['yes']": "train.jit: got 'yes', expected bool",
@@ -149,11 +148,11 @@ def test_the_command_says_it_in_one_line_before_anything_starts(tmp_path, monkey
     for words, said in (
         (
             ["--sampler", "grid"],
-            "space.toml: optimizer.momentum: a grid needs a step in this range, or a list; or take",
+            "space.toml: optimizer.momentum: a grid needs a list of values; or take --sampler random or tpe",
         ),
         (["--ranks-per-trial", "3"], "got --ranks-per-trial 3, but 2 slots in all (localhost:2): name more hosts"),
         (["--ranks-per-trial", "0"], "got --ranks-per-trial 0, expected 1 or more"),
-        (["-np", "2"], "got -np: a trial's ranks are --ranks-per-trial: leave it out"),
+        (["-np", "2"], "got -np: each trial has its own --ranks-per-trial, slots and files: leave it out"),
         (["--bind", "core"], "got --bind core: each trial would bind"),
         (["--launcher", "srun"], "got --launcher srun, expected mpirun, horovodrun or horovodrun-gloo"),
         (["--dry-run"], "sweep runs what it measures"),
@@ -169,9 +168,9 @@ def test_a_grid_is_every_combination_in_order(tmp_path):
     found = read(
         tmp_path,
         """
-        "train.batch-size" = {low = 16, high = 70, step = 16}
-        "optimizer.momentum" = {low = 0.1, high = 0.3, step = 0.1}
-        "train.epochs" = {low = 2, high = 3}
+        "train.batch-size" = [16, 32, 48, 64]
+        "optimizer.momentum" = [0.1, 0.2, 0.3]
+        "train.epochs" = [2, 3]
         """,
     )
     points = space.grid(tmp_path, found)
@@ -209,15 +208,15 @@ def test_a_configuration_with_lists_of_words_comes_back_from_its_toml(tmp_path):
 
 SPACE = {
     "optimizer.momentum": Range(0.0, 0.9),
-    "train.batch_size": Range(16, 70, step=16),
+    "train.batch_size": Range(16, 70),
     "optimizer.learning_rate": Range(1e-4, 1.0, log=True),
     "schedule.milestones": Choice(((1.0,), (2.0, 3.0))),
     "train.jit": Choice((False, True)),
 }
 
 
-def study(folder: Path, sampler: str = "random", prune: str = "none", points=(), **changed) -> Study:
-    return Study(folder, changed.get("space", SPACE), sampler, prune, minimize=True, points=points)
+def study(folder: Path, sampler: str = "random", points=(), space=SPACE) -> Study:
+    return Study(folder, space, sampler, minimize=True, points=points)
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe"])
@@ -244,7 +243,7 @@ def test_a_sweep_that_goes_on_keeps_what_was_running(sampler, tmp_path):
     assert [again.values(trial) for trial in again.interrupted()[:2]] == values[1:]
     completed = again.values(again.interrupted()[2])
     assert completed.keys() == SPACE.keys() and completed["optimizer.momentum"] == momentum
-    assert all(one["train.batch_size"] in (16, 32, 48, 64) for one in values)
+    assert all(16 <= one["train.batch_size"] <= 70 for one in values)
     assert [one.values for one in again.trials()] == [*values, completed]
     assert [one.state for one in again.trials()] == ["complete", *3 * ["running"]]
     assert again.next(4) is None
@@ -263,22 +262,6 @@ def test_a_grid_is_done_once_whenever_it_is_interrupted(tmp_path):
     assert done == points
     last = study(tmp_path, "grid", points=points, space=options)
     assert last.next(len(points)) is None and not last.interrupted()
-
-
-def test_asha_ends_what_falls_behind_and_nothing_else_does(tmp_path):
-    for prune in ("asha", "none"):
-        (tmp_path / prune).mkdir()
-        one = study(tmp_path / prune, prune=prune)
-        good, bad = one.next(2), one.next(2)
-        assert not any(one.report(good, epoch, 1 / epoch) for epoch in range(1, 10))
-        assert one.report(bad, 1, 2.0) is (prune == "asha")
-        one.finish(good, "complete", 0.1)
-        one.finish(bad, "pruned", stopped_at=1)
-        assert [(each.state, each.epochs, each.value) for each in one.trials()] == [
-            ("complete", 9, 0.1),
-            ("pruned", 1, 2.0),
-        ]
-        assert [each.number for each in one.best()] == [0]
 
 
 def test_without_optuna_one_line_says_what_to_install(tmp_path, monkeypatch):

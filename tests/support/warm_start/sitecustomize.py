@@ -3,7 +3,7 @@
 import os
 import sys
 
-TRAINING = [["-m", f"ringtrain.{name}"] for name in ("train", "lab.ranks", "lab.prove.seeded")]
+TRAINING = [["-m", f"ringtrain.{name}"] for name in ("train", "lab.ranks", "lab.prove_seeded")]
 SCRIPTS = tuple(os.path.join("tests", "ring", name) for name in ("own_trial.py", "proved_script.py"))
 
 is_script = any(word.endswith(SCRIPTS) for word in sys.orig_argv[1:2])

@@ -5,8 +5,7 @@ now and then if another thread of the process does so too, even after Horovod ha
 
 The time is what a program waits for: calls one after the other, on memory that the caller has, by the slowest rank's
 clock. mpi4py adds up into memory that exists; Horovod is called through a tf.function with one named allreduce, and
-TensorFlow allocates memory for the sum at each call, as it does in training. The cost of calling TensorFlow in that is
-measured with a function that does nothing: NOTHING.
+TensorFlow allocates memory for the sum at each call, as it does in training.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ Way = Callable[[Array], Call]
 Gather = Callable[[Any], list[Any]]
 """collects a value from every rank, in rank order"""
 
-MPI_ALLREDUCE, RING, COPY, LINK, NOTHING = "MPI_Allreduce", "ring in NumPy", "memory copy", "link", "calling TensorFlow"
-NO_SUM = (COPY, LINK, NOTHING)
+MPI_ALLREDUCE, RING, COPY, LINK = "MPI_Allreduce", "ring in NumPy", "memory copy", "link"
+NO_SUM = (COPY, LINK)
 MIN_S = 0.03  # of one measurement: faster calls are repeated
 PERIOD = 251
 NETWORK = Path("/sys/class/net")
@@ -161,12 +160,11 @@ def show(found: Sequence[Mapping[str, Any]], num_ranks: int, repeats: str) -> No
     """Prints the measurements."""
     rows = []
     for one in found:
-        rate = speed = wire = ""
-        if one["method"] != NOTHING:
-            rate = _rate_text(one["bus_gb_per_s"].times(1e3))
+        rate = _rate_text(one["bus_gb_per_s"].times(1e3))
+        speed = wire = ""
         if one["speed"]:
             speed = one["speed"].text()
-        if one["method"] not in (COPY, NOTHING):
+        if one["method"] != COPY:
             wire = f"{one['wire_bytes'] / one['bytes']:.2f}"
         rows.append([size_text(one["bytes"]), one["method"], _time_text(one["seconds"]), rate, speed, wire])
     head = ["size", "method", "time (p10 to p90)", "bus MB/s", "speed / MPI", "wire / size"]
@@ -343,15 +341,11 @@ def by_horovod() -> dict[str, Way]:
 
         return make
 
-    def nothing(array: Array) -> Call:
-        tensor = tf.constant(array[:1])
-        return tf.function(lambda: tf.identity(tensor), autograph=False)
-
     over = os.environ.get("HOROVOD_CPU_OPERATIONS", "")
     if not over:
         over = "MPI" if hvd.mpi_enabled() else "Gloo"
     over = "MPI" if over.upper() == "MPI" else over.capitalize()
-    ways = {f"Horovod over {over}": way("/CPU:0"), NOTHING: nothing}
+    ways = {f"Horovod over {over}": way("/CPU:0")}
     if hvd.nccl_built() and tf.config.list_logical_devices("GPU"):
         ways["Horovod over NCCL"] = way("/GPU:0")
     return ways

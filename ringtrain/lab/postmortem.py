@@ -30,6 +30,8 @@ ABOUT = (
     "of_steps_s",
 )
 """facts that every event has, and those of its time"""
+HEAD = ["time", "rank", "host", "event", "facts"]
+"""of a table of events"""
 MAX_RANKS = 1 << 16
 PLANNED = ("train.max_time_s", "SIGTERM", "SIGINT", "SIGUSR1")
 """causes that stop a run before it is complete"""
@@ -46,15 +48,10 @@ def show(folder: Path) -> None:
         tables.console().print(journal.printable(line), highlight=False, markup=False, style="bold")
     rows = []
     for event in events:
-        if event["event"] == "time":
-            continue
-        # All ranks save at once.
-        if event["event"] == "save" and event.get("rank"):
-            continue
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time_s"]))
-        cells = [when, event.get("rank", "?"), event.get("host", "?"), event["event"], in_words(event)]
-        rows.append([journal.printable(str(cell)) for cell in cells])
-    tables.Table(["time", "rank", "host", "event", "facts"], rows).show()
+        of_all_ranks = event["event"] == "save" and event.get("rank")
+        if event["event"] != "time" and not of_all_ranks:
+            rows.append(cells_of(event))
+    tables.Table(HEAD, rows).show()
 
 
 def verdict(events: Sequence[Event]) -> list[str]:
@@ -91,6 +88,12 @@ def _starts(events: Sequence[Event]) -> list[list[Event]]:
     for event in events:
         starts.setdefault((event.get("start_s", 0), event.get("run_start", 0)), []).append(event)
     return [starts[key] for key in sorted(starts)]
+
+
+def cells_of(event: Event) -> list[str]:
+    """Cells of an event in a table with HEAD."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time_s"]))
+    return [when, str(event.get("rank", "?")), str(event.get("host", "?")), event["event"], in_words(event)]
 
 
 def in_words(event: Event) -> str:

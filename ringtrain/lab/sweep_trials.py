@@ -13,18 +13,22 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ringtrain.cluster import processes
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.restart import ASKED_TO_STOP
 from ringtrain.config import nearest
 from ringtrain.errors import LaunchError
 from ringtrain.lab import script
 from ringtrain.lab.script import Script
-from ringtrain.lab.sweep.space import Study, Trial
+from ringtrain.lab.sweep_space import Study, Trial
 from ringtrain.protocol.env import HOST_SLOTS, YIELDING
 from ringtrain.protocol.for_script import ForScript, Tuned
 from ringtrain.protocol.json_text import INVALID, parse_json
+
+if TYPE_CHECKING:
+    import subprocess
 
 BY = "ringtrain sweep"
 
@@ -61,8 +65,13 @@ class Trials:
 
     def _divided(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Divides values by name into options and the script's own."""
-        options = {name: value for name, value in values.items() if name not in self.names}
-        return options, {name: value for name, value in values.items() if name in self.names}
+        options, own = {}, {}
+        for name, value in values.items():
+            if name in self.names:
+                own[name] = value
+            else:
+                options[name] = value
+        return options, own
 
     def start(self, folder: Path, values: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
         """Command and variables of the ranks of a trial with these values, which goes on if it has begun."""
@@ -90,14 +99,6 @@ def epochs_of(runs: Sequence[Path], monitor: str) -> list[tuple[int, float | Non
     return epochs
 
 
-def rate_of(runs: Sequence[Path]) -> float | None:
-    """Learning rate of the last run after scaling by the global batch; None if rank 0 did not record one."""
-    for run in runs[-1:]:
-        with contextlib.suppress(OSError, *INVALID):
-            return float(parse_json((run / "summary.json").read_text(encoding="utf-8"))["numbers"]["learning_rate"])
-    return None
-
-
 POLL_S = 0.1
 SETTLE_S = 1.0  # a signal that ends a trial usually reaches this process as well, a moment later
 
@@ -111,26 +112,9 @@ class Running:
     values: Mapping[str, Any]
     folder: Path
     place: Place
-    process: Any
+    process: subprocess.Popen[bytes]
     log: Path
     began_s: float = field(default_factory=time.monotonic)
-    epoch: int = 0
-    """last reported epoch"""
-    value: float | None = None
-    seen: Mapping[Path, tuple[float, int]] = field(default_factory=dict)
-    """modification time and size of each run's metrics.jsonl when last read"""
-    stopped_at: int = 0
-    """epoch at which the trial was pruned; 0: not pruned"""
-
-    @property
-    def seconds(self) -> float:
-        """Time since the start of the trial."""
-        return time.monotonic() - self.began_s
-
-    @property
-    def where(self) -> str:
-        """Placement as text, e.g. "host1:0,1"."""
-        return in_words(self.place)
 
 
 class Sweep:
@@ -138,7 +122,6 @@ class Sweep:
 
     Args:
         launch_words: Options of ringtrain launch for all trials.
-        shown: `cli.Shown`.
     """
 
     def __init__(
@@ -150,10 +133,9 @@ class Sweep:
         num_ranks: int,
         hosts: Sequence[Host],
         launch_words: Sequence[str],
-        shown: Any,
     ) -> None:
         self.folder, self.study, self.job, self.most, self.num_ranks = folder, study, job, most, num_ranks
-        self.hosts, self.shown = hosts, shown
+        self.hosts = hosts
         self.launch_words = launch_words
         self.free = {host.name: set(numbers(host)) for host in hosts}
         self.running: list[Running] = []
@@ -169,7 +151,6 @@ class Sweep:
                 time.sleep(POLL_S)
                 for one in [*self.running]:
                     code = one.process.poll()
-                    self._follow(one)
                     if code is not None:
                         self._end(one, code)
         finally:
@@ -207,7 +188,7 @@ class Sweep:
         return not self.no_more
 
     def _begin(self, trial: Any, place: Place) -> bool:
-        """Starts a trial, or records that it was pruned before."""
+        """Starts a trial; False if its previous attempt is still exiting."""
         name = f"trial-{trial.number:04d}"
         starts = self.folder / "starts"
         starts.mkdir(exist_ok=True)
@@ -216,22 +197,15 @@ class Sweep:
                 return False
             values = self.study.values(trial)
             own, log = self.folder / name, starts / f"{name}.log"
-            one = Running(trial, values, own, place, None, log)
-            kept = self.study.trials()[trial.number]
-            one.epoch, one.stopped_at = kept.epochs, kept.facts.get("stopped_at", 0)
-            if one.stopped_at:
-                self._finish(trial, values, "pruned")
-                return True
             command, variables = self.job.start(own, values)
             words = [*self.launch_words, *words_of(place, self.hosts)]
-            environ = {**self._environ(place), **variables}
-            one.process = script.start_launch(words, command, environ, log, [lock])
+            process = script.start_launch(words, command, {**self._environ(place), **variables}, log, [lock])
         for host, taken in place.items():
             self.free[host] -= {*taken}
-        self.running.append(one)
+        self.running.append(Running(trial, values, own, place, process, log))
         if self.stopped_by:  # a signal arrived since the last check
-            one.process.send_signal(signal.SIGTERM)
-        self.shown.began(one)
+            process.send_signal(signal.SIGTERM)
+        processes.say(f"sweep: trial {trial.number}: {values_in_words(values)} on {in_words(place)}")
         return True
 
     def _environ(self, place: Place) -> dict[str, str]:
@@ -240,31 +214,6 @@ class Sweep:
         full = {YIELDING: "1"} if most >= len(os.sched_getaffinity(0)) else {}
         return {**full, **os.environ, HOST_SLOTS: str(most)}
 
-    # ---- while it runs --------------------------------------------------------------------------------------------
-
-    def _follow(self, one: Running) -> None:
-        """Reports new epochs of a trial and stops it if Optuna prunes it."""
-        runs = script.runs_in(one.folder)
-        seen: dict[Path, tuple[float, int]] = {}
-        for run in runs:
-            with contextlib.suppress(FileNotFoundError):
-                stat = (run / "metrics.jsonl").stat()
-                seen[run] = stat.st_mtime, stat.st_size
-        if one.seen == seen:
-            return
-        one.seen = seen
-        for epoch, value in epochs_of(runs, self.job.objective):
-            one.value = value
-            if epoch <= one.epoch:
-                continue
-            one.epoch = epoch
-            reported = math.nan if value is None else value
-            enough = self.study.report(one.trial, epoch, reported)
-            if enough and not one.stopped_at and one.process:
-                one.stopped_at = epoch
-                one.trial.set_user_attr("stopped_at", epoch)
-                one.process.send_signal(signal.SIGTERM)
-
     # ---- ending ---------------------------------------------------------------------------------------------------
 
     def _end(self, one: Running, code: int) -> None:
@@ -272,7 +221,7 @@ class Sweep:
         self.running.remove(one)
         for host, taken in one.place.items():
             self.free[host] |= {*taken}
-        if (code < 0 or code in ASKED_TO_STOP) and not one.stopped_at:
+        if code < 0 or code in ASKED_TO_STOP:
             if not self.stopped_by:
                 time.sleep(SETTLE_S)
             if self.stopped_by:
@@ -281,30 +230,29 @@ class Sweep:
 
     def _judge(self, one: Running, code: int) -> None:
         runs = script.runs_in(one.folder)
-        rate = rate_of(runs)
-        facts: dict[str, Any] = {"seconds": round(one.seconds, 3), "where": one.where, "learning_rate": rate}
-        if code and one.stopped_at:
-            self._finish(one.trial, one.values, "pruned", **facts)
-        elif code:
-            self._finish(one.trial, one.values, "failed", reason=script.reason_of(one.log, code), **facts)
-        elif one.value is None or not math.isfinite(one.value):
-            why = "it ended before its first epoch"
-            if one.epoch:
-                why = f"its last epoch has no {self.job.objective}"
-            if not runs:
-                why = "it has recorded no epoch: expected a script that calls ringtrain.fit"
-            recorded = script.metrics_of(runs[-1]) if runs else []
-            if recorded and self.job.objective not in recorded:
-                why = f"it has no {self.job.objective}: {nearest(self.job.objective, recorded)}"
-            self._finish(one.trial, one.values, "failed", reason=why, **facts)
+        epochs = epochs_of(runs, self.job.objective)
+        value = epochs[-1][1] if epochs else None
+        facts: dict[str, Any] = {
+            "epochs": epochs[-1][0] if epochs else 0,
+            "seconds": round(time.monotonic() - one.began_s, 3),
+            "where": in_words(one.place),
+        }
+        reason = ""
+        if code:
+            reason = script.reason_of(one.log, code)
+        elif not runs:
+            reason = "it has recorded no epoch: expected a script that calls ringtrain.fit"
+        elif not epochs:
+            reason = f"it has no {self.job.objective}: {nearest(self.job.objective, script.metrics_of(runs[-1]))}"
+        elif value is None or not math.isfinite(value):
+            reason = f"its last epoch has no {self.job.objective}"
+        said = f"sweep: trial {one.trial.number} after {facts['epochs']} epochs, {facts['seconds']:.1f} s"
+        if reason:
+            self.study.finish(one.trial, "failed", reason=reason, **facts)
+            processes.say(f"{said}: failed: {reason}")
         else:
-            self._finish(one.trial, one.values, "complete", one.value, **facts)
-
-    def _finish(
-        self, trial: Any, values: Mapping[str, Any], state: str, value: float | None = None, **facts: Any
-    ) -> None:
-        self.study.finish(trial, state, value, **facts)
-        self.shown.ended(self.study.trials()[trial.number])
+            self.study.finish(one.trial, "complete", value, **facts)
+            processes.say(f"{said}: {self.job.objective} {number_text(value)}")
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -325,7 +273,7 @@ def held(path: Path) -> Iterator[int | None]:
         os.close(descriptor)
 
 
-def claim(path: Path, own: Mapping[str, Any], what: str, fix: str = "--folder") -> None:
+def claim(path: Path, own: Mapping[str, Any]) -> None:
     """Records the settings that a folder belongs to, or checks that they match those on record."""
     own = json.loads(json.dumps(own))
     if not path.exists():
@@ -339,8 +287,8 @@ def claim(path: Path, own: Mapping[str, Any], what: str, fix: str = "--folder") 
     for name in {**known, **own}:
         if known.get(name) != own.get(name):
             raise LaunchError(
-                f"{path.parent}: holds a {what} whose {name} is {known.get(name)}, got {own.get(name)}: give another"
-                f" {fix}, or delete it"
+                f"{path.parent}: holds a sweep whose {name} is {known.get(name)}, got {own.get(name)}: give another"
+                " --folder, or delete it"
             )
 
 
@@ -391,3 +339,19 @@ def numbers(host: Host) -> Sequence[int]:
 def in_words(place: Place) -> str:
     """Formats a placement, e.g. "host1:0,1"."""
     return " ".join(f"{host}:{','.join(map(str, taken))}" for host, taken in place.items())
+
+
+def values_in_words(values: Mapping[str, Any]) -> str:
+    """Formats values, e.g. "train.batch_size=32 optimizer.learning_rate=0.00123"."""
+    return " ".join(f"{option}={number_text(value)}" for option, value in values.items())
+
+
+def number_text(value: Any) -> str:
+    """Formats a value with few characters."""
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    if value is None:
+        return ""
+    if isinstance(value, tuple | list):
+        return json.dumps(value)
+    return str(value)

@@ -16,6 +16,7 @@ from ringtrain.errors import RunDirectoryError
 from ringtrain.options import Argument
 
 CONFIG, JOB = "config.toml", "job.py"
+FIRST_JOB = Path(__file__).with_name("first_job.py")
 VALUES: Mapping[str, Any] = {"data.name": "job:data", "model.name": "job:model", "train.epochs": 15}
 """options that the configuration sets; the other common ones stand in it as comments"""
 HEAD = f"""\
@@ -38,7 +39,7 @@ class Options:
 def main(options: Options) -> int:
     """Writes both files, or neither if one exists."""
     folder = Path(options.folder)
-    texts = {CONFIG: config_text(), JOB: Path(__file__).with_name(JOB).read_text(encoding="utf-8")}
+    texts = {CONFIG: config_text(), JOB: FIRST_JOB.read_text(encoding="utf-8")}
     taken = [str(folder / name) for name in texts if (folder / name).exists()]
     if taken:
         raise RunDirectoryError(f"{taken[0]}: exists already: give another folder, or remove the file")

@@ -1,7 +1,6 @@
 """bench train: images/s, what a step's time goes into, ring efficiency.
 
     ringtrain bench train -np 2 --out speed.json -- --model.name cnn --data.name synthetic
-    ringtrain bench train -np 2 -- python own.py
 
 Ring efficiency is the throughput of N ranks that train one model over that of the same N processes, on the same cores,
 each of which trains a model of its own without communicating: blocks of steps of both kinds alternate within one start.
@@ -10,9 +9,6 @@ each of which trains a model of its own without communicating: blocks of steps o
 from __future__ import annotations
 
 import itertools
-import os
-import signal
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,28 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ringtrain import config_io
-from ringtrain.cluster.launch import find_hosts
 from ringtrain.config import Config
 from ringtrain.errors import LaunchError
 from ringtrain.lab import ranks, stats
-from ringtrain.lab.report import run_folder
-from ringtrain.lab.report.run_folder import Run
-from ringtrain.lab.script import TRAINER, Script, reason_of, runs_in, start_launch, variables
 from ringtrain.lab.tables import Table
 from ringtrain.monitor.trace import PHASES
 from ringtrain.options import AT_LEAST_1, FILE, LIST, N
-from ringtrain.protocol.env import FOR_SCRIPT
-from ringtrain.protocol.for_script import ForScript
 
 if TYPE_CHECKING:
     import keras
 
 SPREADS = {"images_per_s": ",.0f", "images_per_s_alone": ",.0f", "ring_efficiency": ".3f"}
 """columns of the scaling table and their formats"""
-PARTS = ("input", "compute", "callbacks", "wait")
-"""of a script's step"""
-QUIET = {"checkpoint.every_epochs": 0, "checkpoint.every_steps": 0}
-"""options of a script's run, which is thrown away"""
 WARM_STEPS = 3  # of each block
 
 
@@ -50,11 +36,11 @@ class Options:
     """Options of the bench."""
 
     turns: Annotated[int, N, AT_LEAST_1] = 7
-    """measurements of each kind, in turns; of a script epochs"""
+    """measurements of each kind, in turns"""
     steps: Annotated[int, N, AT_LEAST_1] = 40
     """steps of a measurement"""
     ranks: Annotated[str, LIST] = ""
-    """numbers of ranks to compare: 1,2,4 (-np alone; of a script 1 and -np)"""
+    """numbers of ranks to compare: 1,2,4 (-np alone)"""
     out: Annotated[str, FILE] = ""
     """write the results as JSON"""
 
@@ -62,9 +48,9 @@ class Options:
 def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
     """Measures, prints and writes."""
     if start.train_args and not start.train_args[0].startswith("-"):
-        if TRAINER in start.train_args:
-            raise LaunchError("got the trainer after --, expected its options alone: -- --config FILE")
-        return of_script(options, start, Script.of(start.train_args))
+        raise LaunchError(
+            f"got {start.train_args[0]} after --, expected options of ringtrain.train, such as --model.name own:model"
+        )
     numbers = parse_ranks(options.ranks) or [0]
     found = [call(on_ranks, options, start.train_args, number) for number in numbers]
     for results in found:
@@ -91,73 +77,6 @@ def parse_ranks(text: str) -> list[int]:
     if not all(word.isdigit() and int(word) > 0 for word in words):
         raise LaunchError(f"got --ranks {text}, expected numbers above 0 such as 1,2,4")
     return sorted({int(word) for word in words})
-
-
-def of_script(options: Options, start: ranks.Start, script: Script) -> int:
-    """Measures a script on one rank and on more, prints and writes."""
-    np = start.launch.np or sum(host.slots for host in find_hosts(start.launch)[0])
-    numbers = parse_ranks(options.ranks) or sorted({1, np})
-    runs = [run_of(options, start, script, number) for number in numbers]
-    table: list[dict[str, Any]] = []
-    for run in runs:
-        speed = stats.Spread.of(speeds_of(run))
-        num_rows = run.numbers["global_batch_size"] // run.numbers["accumulation_steps"]
-        totals = run.summary["ranks"][0]["totals"]
-        row = {"num_ranks": run.summary["num_ranks"], "rows_per_step": num_rows, "rows_per_s": speed}
-        row |= {"speed_up": speed.median / (table[0]["rows_per_s"] if table else speed).median}
-        row |= {"step_s": num_rows / speed.median}
-        row |= {"parts_s": {part: totals[f"{part}_s"] / totals["num_steps"] for part in PARTS}}
-        table.append(row)
-    head = ("ranks", "rows of a step", "rows/s", "speed-up", "step, ms", *(f"{part}, ms" for part in PARTS))
-    rows = []
-    for row in table:
-        times = (row["step_s"], *row["parts_s"].values())
-        shown = [str(row["num_ranks"]), str(row["rows_per_step"]), row["rows_per_s"].text(",.0f")]
-        rows.append([*shown, f"{row['speed_up']:.2f}", *(f"{1e3 * seconds:.2f}" for seconds in times)])
-    title = f"{script.name}: first fit of {runs[0].options['model.name']}, epochs after the first; parts are rank 0's"
-    Table(head, rows, title).show()
-    if options.out:
-        about = {"steps": options.steps, "turns": options.turns, "command": [*script.command]}
-        stats.write(Path(options.out), "train", about, {"scaling": table})
-    return 0
-
-
-def run_of(options: Options, start: ranks.Start, script: Script, num_ranks: int) -> Run:
-    """First run of a short start of a script."""
-    with tempfile.TemporaryDirectory(prefix="ringtrain-bench-") as folder:
-        runs, log = Path(folder, "runs"), Path(folder, "log")
-        for_script = ForScript(
-            by="ringtrain bench train",
-            options=QUIET,
-            folder=str(runs),
-            epochs=options.turns + 1,
-            steps=options.steps,
-        )
-        words = [*start.launch_words, "-np", str(num_ranks), "--forward", FOR_SCRIPT]
-        process = start_launch(words, script.command, {**os.environ, **variables(for_script)}, log)
-        try:
-            code = process.wait()
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                process.wait()
-        if code:
-            raise LaunchError(f"bench train: {script.name}: {reason_of(log, code)}")
-        found = runs_in(runs)
-        if not found:
-            raise LaunchError(
-                f"bench train: {script.name} has trained no epoch by ringtrain.fit; or {folder} on rank 0's host is not"
-                " this one: start from that host, or set TMPDIR to a folder that both see"
-            )
-        return run_folder.read(found[0])
-
-
-def speeds_of(run: Run) -> list[float]:
-    """Rows/s of the epochs of a run, without the first if there are others."""
-    speeds = [record["images_per_s"] for record in run.epochs if record.get("images_per_s")]
-    if not speeds:
-        raise LaunchError(f"bench train: {run.name}: no epoch has enough steps to be measured: expected 2 or more")
-    return speeds[1:] or speeds
 
 
 def show(found: dict[str, Any]) -> None:

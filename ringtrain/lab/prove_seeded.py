@@ -1,7 +1,7 @@
 """Runs a script as `python` would, after it has seeded Python, NumPy and Keras and set the type of floats.
 
-python -m ringtrain.lab.prove.seeded 1 float32 own.py --epochs 3
-python -m ringtrain.lab.prove.seeded 1 float32 -m package.module
+python -m ringtrain.lab.prove_seeded 1 float32 own.py --epochs 3
+python -m ringtrain.lab.prove_seeded 1 float32 -m package.module
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from ringtrain.errors import DataError, LaunchError
 from ringtrain.lab.tables import Table
 from ringtrain.options import AT_LEAST_0, Argument, N
 
-IMAGES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8")
-"""first bytes of encoded images"""
 MAX_LETTERS = 40
 """of a value"""
 
@@ -32,9 +29,7 @@ class Options:
     rows: Annotated[int, N, AT_LEAST_0] = 3
     """number of first rows that are printed"""
     check: bool = False
-    """read all blocks, decode images, and compare checksums, which TFRecords have, and Parquet if it was written so"""
-    json: bool = False
-    """print a JSON object"""
+    """read all blocks, decode image files, and compare checksums, which TFRecords have, and Parquet if written so"""
 
 
 def main(options: Options) -> int:
@@ -45,10 +40,6 @@ def main(options: Options) -> int:
     facts = facts_of(files)
     if options.check:
         check(files)
-    if options.json:
-        facts |= {"columns": files.types(), "checksum": f"{files.checksum():08x}", "checked": options.check}
-        print(json.dumps(facts, indent=1))
-        return 0
     rows = []
     for name, value in facts.items():
         text = f"{value:,}" if isinstance(value, int) else value
@@ -79,17 +70,12 @@ def problem_of(files: Files, block: Block) -> str:
         columns = files.read(block)
     except DataError as error:
         return str(error)
-    for name, values in columns.items():
-        contents = [value for value in values.flat if isinstance(value, bytes)]
-        is_image = files.kind == "images" and name == "image"
-        if not is_image and not any(content.startswith(IMAGES) for content in contents):
-            continue
-        for number, content in enumerate(contents):
-            problem = problem_of_image(content)
-            if problem and is_image:
-                return f"{block.name}: {problem}"
-            if problem:
-                return f"{block.name}: {name}, row {number}: {problem}"
+    if files.kind != "images":
+        return ""
+    for content in columns.get("image", ()):
+        problem = problem_of_image(content)
+        if problem:
+            return f"{block.name}: {problem}"
     return ""
 
 

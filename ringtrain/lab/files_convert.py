@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from ringtrain.data.blocks import Columns, Files
 from ringtrain.data.row_order import Order, Unshuffled, lane_order
 from ringtrain.errors import DataError, LaunchError
-from ringtrain.lab.files.show import all_columns
+from ringtrain.lab.files_show import all_columns
 from ringtrain.options import AT_LEAST_0, AT_LEAST_1, Argument, N
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+BLOCKS_OF_A_FILE = 64
 LANES = 48
 """blocks whose rows are mixed, and which are in memory"""
 
@@ -36,8 +37,6 @@ class Options:
     """folder for the Parquet files, which must not exist"""
     rows: Annotated[int, N, AT_LEAST_1] = 1024
     """rows of a block (row group)"""
-    blocks: Annotated[int, N, AT_LEAST_1] = 64
-    """blocks of a file"""
     seed: Annotated[int | None, N, AT_LEAST_0] = None
     """seed of a shuffle that mixes rows of 48 blocks at a time; without it, the order of the files"""
 
@@ -72,12 +71,11 @@ def write(files: Files, folder: Path, options: Options) -> int:
     num_rows = 0
     for number, columns in enumerate(_blocks(files, options.rows, options.seed)):
         table = _table(columns)
-        if number % options.blocks == 0:
+        if number % BLOCKS_OF_A_FILE == 0:
             if writer:
                 writer.close()
-            writer = pq.ParquetWriter(
-                folder / f"part-{number // options.blocks:05}.parquet", table.schema, write_page_checksum=True
-            )
+            name = f"part-{number // BLOCKS_OF_A_FILE:05}.parquet"
+            writer = pq.ParquetWriter(folder / name, table.schema, write_page_checksum=True)
         writer.write_table(table, row_group_size=len(table))
         num_rows += len(table)
     if writer:

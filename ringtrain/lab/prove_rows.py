@@ -1,4 +1,4 @@
-"""Keras callback that records the rows that a rank trains, and what its model has."""
+"""Keras callback that records the rows that a rank trains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def observe(
     name: str, model: keras.Model, arguments: FitArguments, options: Mapping[str, Any]
 ) -> list[keras.callbacks.Callback]:
     """Callback for a `ringtrain.fit` of a script."""
-    return [Rows(name, {"options": dict(options)})]
+    return [Rows(name, options)]
 
 
 def of_trainer() -> keras.callbacks.Callback:
@@ -41,34 +41,22 @@ class Rows(keras.callbacks.Callback):
 
     Args:
         fit: Name of the run.
-        facts: To be recorded once.
+        options: Of the run, to be recorded once.
     """
 
-    def __init__(self, fit: str, facts: Mapping[str, Any]) -> None:
+    def __init__(self, fit: str, options: Mapping[str, Any]) -> None:
         super().__init__()
-        self.fit, self._facts = fit, facts
+        self.fit, self.options = fit, options
         self.seen: list[int] = []
-        self._numbers: list[Any] | None = None
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        if has_layer(model, "rows"):
-            return
-        self._numbers = _numbers(model)
-        wrap(model, "rows", self._recorded)
+        if not has_layer(model, "rows"):
+            wrap(model, "rows", self._recorded)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._write({**self._facts, "first_weights": _checksum(self.model.trainable_variables)})
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._numbers is None:
-            return
-        model = self.model
-        own = any(not hasattr(layer, "device_of_sums") for layer in hvd.batch_norm_layers(model))
-        narrow = [layer.name for layer in layers_of(model) if layer.compute_dtype != keras.config.floatx()]
-        # A GRU without dropout has a seed, and draws no numbers.
-        self._write({"seeds": self._numbers != _numbers(model), "batch_norm": own, "narrow": narrow})
-        self._numbers = None
+        narrow = [layer.name for layer in layers_of(self.model) if layer.compute_dtype != keras.config.floatx()]
+        self._write({"options": dict(self.options), "narrow": narrow})
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._write({"epoch": epoch, "rows": self.seen})
@@ -128,15 +116,3 @@ def _bytes_of(part: Any) -> bytes:
     for value in array.flat:
         parts.append(value if isinstance(value, bytes) else str(value).encode())
     return b"\0".join(parts)
-
-
-def _checksum(variables: Any) -> int:
-    checksum = 0
-    for variable in variables:
-        checksum = zlib.crc32(keras.ops.convert_to_numpy(variable).tobytes(), checksum)
-    return checksum
-
-
-def _numbers(model: keras.Model) -> list[Any]:
-    """States of the seeds from which a model may draw."""
-    return [np.asarray(variable.numpy()).tolist() for variable in (*hvd.seeds(model), *hvd.global_seed())]

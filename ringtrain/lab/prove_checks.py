@@ -6,7 +6,7 @@ import functools
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ NO_MEAN = (
     " numbers outside of Keras' seed generators"
 )
 NO_SUM = "likely a metric that is no sum over rows"
-NO_FIRST_SEED = "the first weights differ: call keras.utils.set_random_seed(1) before the model is built"
 OWN_BATCHES = "each rank has batches of its own"
 NOT_SAVED = (
     "likely random numbers of tf.random or NumPy in place of Keras' seed generators, or a callback with a state that"
@@ -46,80 +45,40 @@ class Check:
     evidence: str
 
 
-def of_fits(function: Callable[..., Check | list[Check]], *starts: Start) -> list[Check]:
-    """Checks of all runs of some starts, those of one claim as one: `function` gets the outcomes of a run."""
-    by_claim: dict[str, list[tuple[str, Check]]] = {}
-    for fit in starts[0].fits:
-        found = function(*(start.outcome(fit) for start in starts))
-        for check in found if isinstance(found, list) else [found]:
-            by_claim.setdefault(check.claim, []).append((fit, check))
-    return [_of_claim(claim, found) for claim, found in by_claim.items()]
-
-
-def _of_claim(claim: str, found: Sequence[tuple[str, Check]]) -> Check:
-    """The check of several runs: what does not hold for one does not hold."""
-    fit, worst = min(found, key=lambda one: (False, None, True).index(one[1].holds))
-    if len(found) == 1:
-        return worst
-    num_held = sum(check.holds is True for _, check in found)
-    return Check(claim, worst.holds, f"{num_held} of {len(found)} runs; {fit}: {worst.evidence}")
-
-
-def like_one_process(precision: str, one: Outcome, ranks: Outcome, part: Outcome, where: str = "") -> list[Check]:
+def like_one_process(precision: str, one: Outcome, ranks: Outcome, part: Outcome) -> list[Check]:
     """Checks of weights and metrics of all ranks against one process with the whole batch.
 
     `part`: one process that trains a part of each batch only, the negative control.
     """
-    limit, claim = TOLERANCES[precision], f"weights and slots of one process with the whole batch, {precision}{where}"
-    error = one.error or ranks.error or part.error
-    if error:
-        if precision == "float64":
-            return [Check(claim, None, "the job does not train in float64")]
-        return [Check(claim, False, error)]
-    phrases = ranks.unlike_one_process()
+    limit, claim = TOLERANCES[precision], f"weights and slots of one process with the whole batch, {precision}"
+    if part.error:
+        return [Check(claim, False, part.error)]
+    phrases = [phrase for phrase in ranks.told() if phrase.startswith(BY_DESIGN)]
     if phrases:
         return [Check(claim, None, f"depends on how a batch is divided, by design: {'; '.join(phrases)}")]
-    if precision == "float64":
-        for line in ranks.recorded():
-            for name in line.get("narrow", ()):
-                return [Check(claim, None, f"layer {name} computes in another dtype, as the model asks")]
     distance, wrong = ranks.apart(one), part.apart(one)
     evidence = f"{distance:.1e} apart, at most {limit:.0e}; a process with a part of each batch only: {wrong:.1e}"
     if distance > limit:
         told = [phrase for phrase in ranks.told() if "rank's rows" in phrase]
-        evidence += f"; {'; '.join(told) or NO_MEAN}"
-    elif wrong <= limit:
-        evidence += "; the job changes its weights too little to tell: try a larger learning rate"
-        return [Check(claim, None, evidence)]
-    found = [Check(claim, distance <= limit, evidence)]
-    if distance <= limit:
-        found.append(same_metrics(precision, one, ranks, where))
-    return found
+        return [Check(claim, False, f"{evidence}; {'; '.join(told) or NO_MEAN}")]
+    if wrong <= limit:
+        why = "the job changes its weights too little to tell: try a larger learning rate"
+        return [Check(claim, None, f"{evidence}; {why}")]
+    return [Check(claim, True, evidence), same_metrics(precision, one, ranks)]
 
 
-def as_rounded(narrow: Sequence[Check], wide: Sequence[Check]) -> list[Check]:
-    """Checks in both precisions: what holds in float64 alone is not shown in float32, where rounding is amplified."""
-    first, *rest = narrow
-    if first.holds is False and wide[0].holds:
-        distance, _, _ = first.evidence.partition(";")
-        why = "but not in float64: rounding that the optimizer amplifies, e.g. where gradients are zero"
-        first = Check(first.claim, None, f"{distance}, {why}")
-    return [first, *rest, *wide]
-
-
-def same_metrics(precision: str, one: Outcome, ranks: Outcome, where: str = "") -> Check:
+def same_metrics(precision: str, one: Outcome, ranks: Outcome) -> Check:
     """Check of the metrics of all epochs."""
     apart_by_name: dict[str, float] = {}
-    claim = f"metrics of one process, {precision}{where}"
+    claim = f"metrics of one process, {precision}"
     if len(ranks.metrics()) != len(one.metrics()):
         return Check(claim, False, f"{len(ranks.metrics())} epochs in place of {len(one.metrics())}; {NO_SUM}")
     for ours, its in zip(ranks.metrics(), one.metrics(), strict=True):
         for name in ours.keys() & its.keys():
-            value, expected = (np.asarray(one[name], float) for one in (ours, its))  # None, for NaN, becomes NaN
+            value, expected = (np.atleast_1d(np.asarray(one[name], float)) for one in (ours, its))  # None: NaN
             distance = np.abs(value - expected) / np.maximum(np.abs(expected), 1e-3)
-            distance = np.where(
-                np.isnan(value) & np.isnan(expected), 0.0, np.where(np.isnan(distance), np.inf, distance)
-            )
+            distance[np.isnan(distance)] = np.inf
+            distance[np.isnan(value) & np.isnan(expected)] = 0.0
             apart_by_name[name] = max(float(distance.max()), apart_by_name.get(name, 0.0))
     worst = max(apart_by_name, key=lambda name: apart_by_name[name])
     holds = apart_by_name[worst] <= max(TOLERANCES[precision], 1e-6)  # metrics are float32 at best
@@ -128,11 +87,9 @@ def same_metrics(precision: str, one: Outcome, ranks: Outcome, where: str = "") 
     return Check(claim, holds, evidence + why)
 
 
-def every_sample_once(one: Outcome, ranks: Outcome, where: str = "") -> Check:
+def every_sample_once(one: Outcome, ranks: Outcome) -> Check:
     """Check of the samples that the ranks have trained."""
-    claim = f"every sample once in an epoch, on all ranks together{where}"
-    if one.error or ranks.error:
-        return Check(claim, False, one.error or ranks.error)
+    claim = "every sample once in an epoch, on all ranks together"
     if OWN_BATCHES in ranks.told():
         return Check(claim, None, f"{OWN_BATCHES}: a function of the rank divides the data")
     expected, trained = one.rows(), ranks.rows()
@@ -149,46 +106,17 @@ def every_sample_once(one: Outcome, ranks: Outcome, where: str = "") -> Check:
     return Check(claim, True, f"{len(expected)} epochs of {num_samples} samples, by their checksums")
 
 
-def same_bits(claim: str, first: Outcome, second: Outcome, again: Outcome | None = None) -> Check:
-    """Check that two runs are equal; `again`: a repetition of the first, which tells why they are not."""
+def same_bits(reason: str, claim: str, first: Outcome, second: Outcome) -> Check:
+    """Check that two runs are equal; `reason`: the likely one if they are not."""
     error = first.error or second.error
     if error:
-        return Check(claim, False, error + _why_on_ranks(error))
+        return Check(claim, False, error)
     difference = first.same_bits(second)
     if not difference:
         return Check(claim, True, "equal in every bit: weights, slots, metrics")
     if difference.startswith("metric "):
-        return Check(claim, False, f"{difference}; {NO_SUM}, or one that reads a clock")
-    if again is not None and not again.error and not first.same_bits(again):
-        return Check(claim, False, f"{difference}; two equal runs are equal: {NOT_SAVED}")
-    if again is not None and not again.error:
-        difference += "; even two equal runs differ"
-    return Check(claim, False, f"{difference}; {_why_not_again(first, second)}")
-
-
-def _why_not_again(first: Outcome, second: Outcome) -> str:
-    """Likely reason why two equal runs differ."""
-    reasons = []
-    weights = [one.first("first_weights") for one in (first, second)]
-    if weights[0] != weights[1]:
-        reasons.append(NO_FIRST_SEED)
-    if first.orders() and first.orders() != second.orders():
-        reasons.append("other rows, or in another order")
-    if not reasons:
-        return NOT_SEEDED
-    return "; ".join(reasons)
-
-
-def same_bits_as_it_is(claim: str, first: Outcome, as_it_is: Outcome, again: Outcome) -> Check:
-    """Check that a script trains the same without our seed, too; `again`: with it, as `first`."""
-    check, seeded = same_bits(claim, first, as_it_is), same_bits(claim, first, again)
-    if check.holds:
-        return check
-    if seeded.holds:
-        return Check(claim, False, f"{check.evidence}; with a seed that is set before the script, they are equal")
-    # Both starts have the same first weights then, so that lines which draw by themselves can be told.
-    why = "" if seeded.evidence == check.evidence else f": {seeded.evidence}"
-    return Check(claim, False, f"{check.evidence}; also with a seed that is set before the script{why}")
+        reason = f"{NO_SUM}, or one that reads a clock"
+    return Check(claim, False, f"{difference}; {reason}")
 
 
 def fails_on_ranks(num_ranks: int, error: str) -> Check:
@@ -214,23 +142,12 @@ def in_sync(ranks: Outcome) -> Check:
     return Check(claim, bool(summary["in_sync"]), f"checksum {summary['checksum']} on {summary['num_ranks']} ranks")
 
 
-def killed(claim: str, codes: Sequence[int], undisturbed: Outcome, resumed: Outcome, again: Outcome) -> Check:
+def killed(claim: str, codes: Sequence[int], undisturbed: Outcome, resumed: Outcome) -> Check:
     """Check of a run that was stopped, then killed, then ended, in as many starts with these exit codes."""
-    if resumed.error:
-        return Check(claim, False, resumed.error)
-    if not {143, 137} <= set(codes[:-1]):
+    if not resumed.error and not {143, 137} <= set(codes[:-1]):
         text = f"the earlier starts ended with {', '.join(map(str, codes[:-1]))}, expected 143 (SIGTERM), 137 (SIGKILL)"
         return Check(claim, None, text)
-    return same_bits(claim, undisturbed, resumed, again)
-
-
-def control(claim: str, first: Outcome, second: Outcome) -> Check:
-    """Negative control: two runs that must differ."""
-    error = first.error or second.error
-    if error:
-        return Check(claim, False, error)
-    difference = first.same_bits(second)
-    return Check(claim, bool(difference), difference or "they are equal, so equal runs show nothing")
+    return same_bits(NOT_SAVED, claim, undisturbed, resumed)
 
 
 def verdict(checks: Sequence[Check]) -> bool:
@@ -245,7 +162,7 @@ BY_DESIGN = ("batch normalization", "random layers", "the loss of", "each rank h
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run of the job."""
+    """A start of the job, of which the first run is compared."""
 
     folder: Path
     error: str = ""
@@ -253,9 +170,7 @@ class Outcome:
     code: int = 0
     """exit code of its launch"""
     recordings: Path = Path()
-    """folder of what `rows.Rows` has written on all ranks"""
-    fit: str = ""
-    """name of the run"""
+    """folder of what `prove_rows.Rows` has written on all ranks"""
 
     @functools.cached_property
     def last(self) -> checkpoint.Checkpoint:
@@ -291,12 +206,12 @@ class Outcome:
         return found
 
     def recorded(self) -> list[dict[str, Any]]:
-        """Lines of all ranks' `rows.Rows` about this run."""
+        """Lines of all ranks' `prove_rows.Rows` about this run."""
         found = []
         for file in sorted(self.recordings.glob("*.jsonl")):
             for text in file.read_text(encoding="utf-8").splitlines():
                 line = json.loads(text)
-                if line["fit"] == self.fit:
+                if line["fit"] == self.folder.name:
                     found.append(line)
         return found
 
@@ -312,27 +227,10 @@ class Outcome:
                 found.setdefault(line["epoch"], Counter()).update(line["rows"])
         return found
 
-    def orders(self) -> list[list[int]]:
-        """Rows in the order in which they were trained, by rank and epoch."""
-        return [line["rows"] for line in self.recorded() if "rows" in line]
-
     def told(self) -> list[str]:
         """Parts of the model whose results are not, or may not be, those of one process, a phrase each."""
         summary = parse_json((self.folder / "summary.json").read_text(encoding="utf-8"))
         return [*summary.get("unlike_one_process", ()), *summary.get("own_code", ())]
-
-    def unlike_one_process(self) -> list[str]:
-        """Parts of the model that depend on how a batch is divided, a phrase each."""
-        facts = [line for line in self.recorded() if "seeds" in line]
-        by_design = [phrase for phrase in self.told() if phrase.startswith(BY_DESIGN)]
-        if by_design:
-            return by_design
-        phrases = []
-        if any(one["seeds"] for one in facts):
-            phrases.append("random layers, which draw other numbers on each rank")
-        if any(one["batch_norm"] for one in facts):
-            phrases.append("batch normalization, which uses each rank's rows")
-        return phrases
 
     def same_bits(self, other: Outcome) -> str:
         """ "" if all bits of weights, slots and metrics are equal, else the first difference."""
@@ -348,30 +246,6 @@ class Outcome:
                 if own[name] != others.get(name):
                     return f"metric {name} differs"
         return ""
-
-
-@dataclass(frozen=True)
-class Start:
-    """A start of the job, which has a run for each `ringtrain.fit` of a script."""
-
-    folder: Path
-    """of the runs"""
-    recordings: Path
-    error: str = ""
-    code: int = 0
-
-    @property
-    def fits(self) -> list[str]:
-        """Names of the runs, in the order in which they have ended."""
-        files = sorted(self.folder.rglob("summary.json"), key=lambda file: file.stat().st_mtime)
-        return [str(file.parent.relative_to(self.folder)) for file in files]
-
-    def outcome(self, fit: str) -> Outcome:
-        """One of its runs."""
-        error = self.error
-        if not error and fit not in self.fits:
-            error = f"the script has not called ringtrain.fit for {fit} in this start"
-        return Outcome(self.folder / fit, error, self.code, self.recordings, fit)
 
 
 def apart(ours: Mapping[str, NDArray[Any]], others: Mapping[str, NDArray[Any]], kinds: Mapping[str, str]) -> float:

@@ -8,7 +8,7 @@ For a script other than the trainer, names without a section are the script's ow
 learning-rate = {low = 1e-4, high = 1e-1, log = true}
 
 [train]
-batch-size = {low = 16, high = 64, step = 16}
+batch-size = [16, 32, 64]
 
 Trials and their results are in Optuna's storage, which survives an interruption.
 """
@@ -31,7 +31,7 @@ from ringtrain.lab.script import check_option
 
 OF_THE_SWEEP = ("run.", "train.monitor")
 """options that identify trials or define their comparison"""
-OF_A_RANGE = ("low", "high", "log", "step")
+OF_A_RANGE = ("low", "high", "log")
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,6 @@ class Choice:
     """Option with a list of values."""
 
     values: tuple[Any, ...]
-
-    def points(self) -> tuple[Any, ...] | None:
-        """All values."""
-        return self.values
 
 
 @dataclass(frozen=True)
@@ -53,24 +49,11 @@ class Range:
     high: float
     log: bool = False
     """sampled uniformly in the logarithm"""
-    step: float = 0
-    """from low on; 0: continuous, or 1 for integers"""
 
     @property
     def whole(self) -> bool:
         """Whether its numbers are integers."""
         return isinstance(self.low, int)
-
-    def points(self) -> tuple[Any, ...] | None:
-        """All numbers of the range; None if it is continuous."""
-        step = self.step or self.whole
-        if not step:
-            return None
-        count = math.floor((self.high - self.low) / step + 1e-9) + 1
-        numbers = [self.low + index * step for index in range(count)]
-        if self.whole:
-            return tuple(numbers)
-        return tuple(float(f"{number:.12g}") for number in numbers)
 
 
 Space = Mapping[str, Choice | Range]
@@ -138,12 +121,9 @@ def grid(path: Path, space: Space) -> list[dict[str, Any]]:
     """All combinations, the last option changing fastest."""
     points: dict[str, tuple[Any, ...]] = {}
     for option, one in space.items():
-        values = one.points()
-        if values is None:
-            raise ConfigError(
-                f"{path}: {option}: a grid needs a step in this range, or a list; or take --sampler random or tpe"
-            )
-        points[option] = values
+        if isinstance(one, Range):
+            raise ConfigError(f"{path}: {option}: a grid needs a list of values; or take --sampler random or tpe")
+        points[option] = one.values
     return [dict(zip(points, values, strict=True)) for values in itertools.product(*points.values())]
 
 
@@ -182,13 +162,8 @@ def _range(path: Path, option: str, table: Any, kind: Any) -> Range:
     found = Range(**own)
     if not found.low < found.high < math.inf:
         raise ConfigError(f"{path}: {option}: got low {found.low} and high {found.high}, expected low below high")
-    if found.log and "step" in own:
-        raise ConfigError(f"{path}: {option}: got log and step, expected one of them")
     if found.log and found.low <= 0:
         raise ConfigError(f"{path}: {option}: got log and low {found.low}, expected low above 0")
-    if "step" in own and not 0 < found.step <= found.high - found.low:
-        most = found.high - found.low
-        raise ConfigError(f"{path}: {option}: got step {found.step}, expected it above 0, and {most:g} at most")
     return found
 
 
@@ -198,11 +173,9 @@ def _keep_rule(path: Path, option: str, value: Any) -> None:
         raise ConfigError(f"{path}: {option}: got {value}, expected {rule.text}")
 
 
-STATES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
+STATES = {"COMPLETE": "complete", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
 """states of Optuna and their names here"""
 STUDY_FILE = "optuna.db"
-FIRST_RUNG_EPOCHS, ONE_OF = 1, 3
-"""of ASHA: after 1, 3, 9, ... epochs a third of the trials continues"""
 
 
 @dataclass(frozen=True)
@@ -215,11 +188,9 @@ class Trial:
     values: Mapping[str, Any]
     """by dotted option"""
     value: float | None
-    """of the monitor: final, or last reported"""
-    epochs: int
-    """number of reported epochs"""
+    """of the objective; None: not complete"""
     facts: Mapping[str, Any]
-    """further records: reason, seconds, where"""
+    """further records: reason, epochs, seconds, where"""
 
 
 class Study:
@@ -227,7 +198,6 @@ class Study:
 
     Args:
         sampler: grid, random or tpe.
-        prune: asha or none.
     """
 
     def __init__(
@@ -235,7 +205,6 @@ class Study:
         folder: Path,
         space: Space,
         sampler: str,
-        prune: str,
         minimize: bool,
         points: Sequence[Mapping[str, Any]] = (),
     ) -> None:
@@ -247,14 +216,10 @@ class Study:
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         self.optuna, self.space, self.points, self.is_grid = optuna, space, points, sampler == "grid"
         self.minimize = minimize
-        pruner: Any = optuna.pruners.NopPruner()
-        if prune == "asha":
-            pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=FIRST_RUNG_EPOCHS, reduction_factor=ONE_OF)
         self.study = optuna.create_study(
             study_name="sweep",
             storage=f"sqlite:///{(folder / STUDY_FILE).absolute()}",
             direction="minimize" if minimize else "maximize",
-            pruner=pruner,
             load_if_exists=True,
         )
         # A sampler that is created again must not repeat earlier draws.
@@ -292,22 +257,11 @@ class Study:
                 found[option] = kept[trial.suggest_categorical(option, list(kept))]
                 continue
             suggest = trial.suggest_int if one.whole else trial.suggest_float
-            # Optuna expects the last value that a step reaches as the upper bound.
-            if one.step:
-                high = one.low + one.step * math.floor((one.high - one.low) / one.step + 1e-9)
-            else:
-                high = one.high
-            step = {"step": one.step} if one.step else {}
-            found[option] = suggest(option, one.low, high, log=one.log, **step)
+            found[option] = suggest(option, one.low, one.high, log=one.log)
         return found
 
-    def report(self, trial: Any, epoch: int, value: float) -> bool:
-        """Reports the value of an epoch, from 1 (NaN: non-finite); returns whether to prune the trial."""
-        trial.report(value, epoch)
-        return bool(trial.should_prune())
-
     def finish(self, trial: Any, state: str, value: float | None = None, **facts: Any) -> None:
-        """Records the end of a trial: state complete, pruned or failed; value only if complete."""
+        """Records the end of a trial: state complete or failed; value only if complete."""
         for name, fact in facts.items():
             trial.set_user_attr(name, fact)
         known = {ours: theirs for theirs, ours in STATES.items()}
@@ -317,12 +271,8 @@ class Study:
         """All trials, by number."""
         found = []
         for one in self._all():
-            reported = one.intermediate_values
-            last = reported[max(reported)] if reported else None
-            value = one.value if one.state.name == "COMPLETE" else last
             kept = {option: _taken(self.space[option], value) for option, value in one.params.items()}
-            epochs = max(reported, default=0)
-            found.append(Trial(one.number, STATES[one.state.name], kept, value, epochs, dict(one.user_attrs)))
+            found.append(Trial(one.number, STATES[one.state.name], kept, one.value, dict(one.user_attrs)))
         return found
 
     def best(self) -> list[Trial]:

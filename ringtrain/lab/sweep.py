@@ -9,10 +9,8 @@ an interrupted sweep.
 
 from __future__ import annotations
 
-import json
 import signal
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,15 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain import config_io, data
+from ringtrain.cluster import processes
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.derived import lower_is_better
 from ringtrain.errors import HostsError, LaunchError, RunDirectoryError
 from ringtrain.lab import ranks, stats
+from ringtrain.lab import sweep_space as space
+from ringtrain.lab import sweep_trials as trials
 from ringtrain.lab.script import Script, runs_in
-from ringtrain.lab.sweep import space, trials
-from ringtrain.lab.sweep.space import STUDY_FILE, Study, Trial
-from ringtrain.lab.sweep.trials import Running, Trials
-from ringtrain.lab.tables import Table, counted
+from ringtrain.lab.sweep_space import STUDY_FILE, Study, Trial
+from ringtrain.lab.sweep_trials import Trials, number_text, values_in_words
+from ringtrain.lab.tables import Table
 from ringtrain.options import AT_LEAST_0, AT_LEAST_1, FILE, NAME, Argument, N
 
 DEFAULT_TRIALS = 20
@@ -47,8 +47,6 @@ class Options:
     """in all; 0: 20, of a grid all"""
     sampler: Literal["grid", "random", "tpe"] = "tpe"
     """all combinations, any, or those that promise most"""
-    prune: Literal["asha", "none"] = "none"
-    """end trials that fall behind"""
     ranks_per_trial: Annotated[int, Argument("R"), AT_LEAST_1] = 1
     """of each trial's ring"""
     ensemble: Annotated[int, Argument("K"), AT_LEAST_0] = 0
@@ -81,7 +79,7 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
         0, or 128 + the number of the signal that ended the sweep.
     """
     refuse(start.launch)
-    path, began_s = Path(options.space), time.monotonic()
+    path = Path(options.space)
     script = Script.of(start.train_args)
     if options.ensemble and not script.is_trainer:
         raise LaunchError("got --ensemble with a script, whose test data it alone has: load its runs' model.keras")
@@ -106,32 +104,24 @@ def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
         if lock is None:
             raise RunDirectoryError(f"{folder}: another ringtrain sweep works there: wait, or give another --folder")
         claim(folder, options, job, found)
-        study = Study(folder, found, options.sampler, options.prune, minimize, points)
-        before = {one.number for one in study.trials() if one.state != "running"}
-        shown = Shown(objective)
+        study = Study(folder, found, options.sampler, minimize, points)
         aim = "lowest" if minimize else "highest"
-        shown.say(f"{most} trials in {folder}, for the {aim} {objective} of the last epoch")
-        sweep = trials.Sweep(folder, study, job, most, num_ranks, hosts, start.launch_words, shown)
+        processes.say(f"sweep: {most} trials in {folder}, for the {aim} {objective} of the last epoch")
+        sweep = trials.Sweep(folder, study, job, most, num_ranks, hosts, start.launch_words)
         sweep.go()
         if sweep.stopped_by:
             name = signal.Signals(sweep.stopped_by).name
-            shown.say(f"stopped by {name}; the same command goes on")
+            processes.say(f"sweep: stopped by {name}; the same command goes on")
             return 128 + sweep.stopped_by
-        wall_s, new = time.monotonic() - began_s, [one for one in study.trials() if one.number not in before]
-        return conclude(folder, study, job, options, found, speed_of(new, wall_s, num_slots // num_ranks), call)
+        return conclude(folder, study, job, options, call)
 
 
 def refuse(launch: LaunchOptions) -> None:
     """Rejects options of launch that parallel trials cannot use."""
-    for name, why in {
-        "np": "a trial's ranks are --ranks-per-trial",
-        "output": "each trial keeps its logs in its folder",
-        "timeline": "all trials would write that file: give tracking.timeline_steps to the script",
-        "oversubscribe": "trials take the slots that there are",
-    }.items():
+    for name in ("np", "output", "timeline", "oversubscribe"):
         if getattr(launch, name):
             option = "-np" if name == "np" else f"--{name}"
-            raise LaunchError(f"got {option}: {why}: leave it out")
+            raise LaunchError(f"got {option}: each trial has its own --ranks-per-trial, slots and files: leave it out")
     if launch.bind != "none":
         raise LaunchError("got --bind core: each trial would bind its ranks to a host's first cores: leave it out")
     if launch.launcher not in ("mpirun", "horovodrun", "horovodrun-gloo"):
@@ -141,59 +131,37 @@ def refuse(launch: LaunchOptions) -> None:
 def claim(folder: Path, options: Options, job: Trials, found: space.Space) -> None:
     """Records this sweep's settings in the folder, or checks that they match those on record."""
     own: dict[str, Any] = {f"space of {option}": vars(one) for option, one in found.items()}
-    own |= {f"--{name.replace('_', '-')}": getattr(options, name) for name in ("sampler", "prune", "ranks_per_trial")}
+    own |= {f"--{name.replace('_', '-')}": getattr(options, name) for name in ("sampler", "ranks_per_trial")}
     own |= job.settings()
     if not (folder / STUDY_FILE).exists() and any(folder.glob("trial-*")):
         raise LaunchError(
             f"{folder}: holds trials without {STUDY_FILE}, which says what was done: delete it, or give another"
             " --folder"
         )
-    trials.claim(folder / "sweep.json", own, "sweep")
+    trials.claim(folder / "sweep.json", own)
 
 
-def speed_of(new: Sequence[Trial], wall_s: float, at_once: int) -> dict[str, Any]:
-    """Wall time of this run of the sweep compared with the times of its trials."""
-    own_s = sum(one.facts.get("seconds", 0.0) for one in new)
-    over = wall_s * at_once / own_s if own_s else None
-    return {"trials": len(new), "at_once": at_once, "wall_s": wall_s, "sum_of_trials_s": own_s, "over_ideal": over}
-
-
-def conclude(
-    folder: Path,
-    study: Study,
-    job: Trials,
-    options: Options,
-    found: space.Space,
-    speed: Mapping[str, Any],
-    call: ranks.Call,
-) -> int:
+def conclude(folder: Path, study: Study, job: Trials, options: Options, call: ranks.Call) -> int:
     """Writes the results and the best values, and prints them."""
     trials, best, objective = study.trials(), study.best(), job.objective
-    show(trials, best, objective, list(found))
+    show(trials, best, objective, list(study.space))
     results = {
         "objective": objective,
         "direction": "minimize" if study.minimize else "maximize",
         "best": best[0].number if best else None,
-        "speed": speed,
         "trials": [vars(one) for one in trials],
     }
-    told = {name: getattr(options, name) for name in ("space", "sampler", "prune", "trials", "ranks_per_trial")}
+    told = {name: getattr(options, name) for name in ("space", "sampler", "trials", "ranks_per_trial")}
     stats.write(folder / "results.json", "sweep", told, results)
     if not best:
-        reasons = sorted({str(one.facts.get("reason")) for one in trials if one.state == "failed"})
-        reason = reasons[0] if reasons else "all pruned"
-        raise LaunchError(f"none of {len(trials)} trials completed; e.g.: {reason}")
+        reasons = sorted(str(one.facts.get("reason")) for one in trials)
+        raise LaunchError(f"none of {len(trials)} trials completed; e.g.: {reasons[0]}")
     launch = job.write_best(folder, best[0], options.ranks_per_trial)
     runs = []
     for one in best:
         runs += [str(run) for run in runs_in(folder / f"trial-{one.number:04d}")[-1:]]
-    if speed["over_ideal"]:
-        print(
-            f"{speed['trials']} trials in {speed['wall_s']:.1f} s: {speed['over_ideal']:.3f} of the"
-            f" {speed['sum_of_trials_s']:.1f} s of all together over {speed['at_once']} at a time"
-        )
-    value = number(best[0].value)
-    print(f"best: trial {best[0].number}, {objective} {value}: {in_words(best[0].values)}")
+    value = number_text(best[0].value)
+    print(f"best: trial {best[0].number}, {objective} {value}: {values_in_words(best[0].values)}")
     print(f"  {launch}")
     print(f"compare: ringtrain report {' '.join(runs[:REPORTED])}")
     if options.ensemble:
@@ -208,61 +176,16 @@ def conclude(
     return 0
 
 
-class Shown:
-    """Progress of a sweep on standard error."""
-
-    def __init__(self, objective: str) -> None:
-        from rich.console import Console
-
-        self.objective = objective
-        self.console = Console(stderr=True)
-
-    def say(self, text: str) -> None:
-        """Prints a permanent line."""
-        self.console.print(f"sweep: {text}", highlight=False, markup=False, soft_wrap=True)
-
-    def began(self, one: Running) -> None:
-        """Reports that a trial was started."""
-        again = ", which goes on" if one.epoch else ""
-        self.say(f"trial {one.trial.number}{again}: {in_words(one.values)} on {one.where}")
-
-    def ended(self, one: Trial) -> None:
-        """Reports the result of a trial."""
-        how = {"complete": f"{self.objective} {number(one.value)}", "failed": str(one.facts.get("reason"))}
-        after = f" after {counted(one.epochs, 'epoch')}" if one.epochs else ""
-        seconds = f", {one.facts['seconds']:.1f} s" if "seconds" in one.facts else ""
-        self.say(f"trial {one.number} {one.state}{after}{seconds}: {how.get(one.state) or in_words(one.values)}")
-
-
-def in_words(values: Mapping[str, Any]) -> str:
-    """Formats values, e.g. "train.batch_size=32 optimizer.learning_rate=0.00123"."""
-    return " ".join(f"{option}={number(value)}" for option, value in values.items())
-
-
-def number(value: Any) -> str:
-    """Formats a value with few characters."""
-    if isinstance(value, float):
-        return f"{value:.5g}"
-    if value is None:
-        return ""
-    if isinstance(value, tuple | list):
-        return json.dumps(value)
-    return str(value)
-
-
-def show(trials: Sequence[Trial], best: Sequence[Trial], monitor: str, options: Sequence[str]) -> None:
-    """Prints all trials: the best first, then those that were pruned or failed.
-
-    The last column is the learning rate after scaling, which batch sizes and optimizers also change.
-    """
-    rest = sorted((one for one in trials if one not in best), key=lambda one: (one.state != "pruned", one.number))
+def show(trials: Sequence[Trial], best: Sequence[Trial], objective: str, options: Sequence[str]) -> None:
+    """Prints all trials, the best first."""
+    rest = [one for one in trials if one not in best]
     rows = []
     for one in [*best, *rest]:
         seconds = f"{one.facts['seconds']:.1f}" if "seconds" in one.facts else ""
-        values = [number(one.values.get(option)) for option in options]
-        rate = number(one.facts.get("learning_rate"))
-        rows.append([str(one.number), one.state, number(one.value), str(one.epochs), seconds, *values, rate])
-    head = ("trial", "", monitor, "epochs", "s", *(option.rpartition(".")[2] for option in options), "trained rate")
+        values = [number_text(one.values.get(option)) for option in options]
+        epochs = str(one.facts.get("epochs", ""))
+        rows.append([str(one.number), one.state, number_text(one.value), epochs, seconds, *values])
+    head = ("trial", "", objective, "epochs", "s", *(option.rpartition(".")[2] for option in options))
     Table(head, rows, f"{len(best)} of {len(trials)} trials complete").show()
     for one in rest:
         if one.state == "failed":
@@ -288,8 +211,6 @@ def evaluate(runs: Sequence[str]) -> dict[str, Any]:
     return {
         "models": [{"run": run, **its} for run, its in zip(runs, scores, strict=True)],
         "averaged": averaged,
-        "better_than_best_by": averaged["accuracy"] - scores[0]["accuracy"],
-        "num_test": len(first),
     }
 
 
