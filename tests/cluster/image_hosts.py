@@ -65,7 +65,7 @@ def main(files: Path) -> None:
         expect(run("ssh -o BatchMode=yes -p 22 host2 true"), (255,), "Host key verification failed")
         expect(run(f"horovodrun -np 4 -H host1:2,host2:2 {TRAIN}"), (0,), "4 ranks in step")
         expect(run(f"ringtrain launch -H host1:2,host2:2 -- {TRAIN}"), (0,), "4 ranks in step")
-        expect(run("ringtrain doctor -H host1:2,host2:2 --no-bandwidth"), (0, 1), "2 hosts: ")  # 1: with warnings
+        expect(run("ringtrain doctor -H host1:2,host2:2"), (0, 1), "2 hosts: ")  # 1: with warnings
         for server in servers:
             server.terminate()
             server.wait()

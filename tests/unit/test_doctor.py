@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from ringtrain import cli
-from ringtrain.cluster.doctor import checks, network, preflight, probe, report, ring, session, software
+from ringtrain.cluster.doctor import checks, network, preflight, probe, report, session, software
 from ringtrain.cluster.doctor.findings import Cell, Check, Probe, Scene, gather
 from ringtrain.cluster.doctor.probe import read
 from ringtrain.cluster.hosts import Host
@@ -392,7 +392,7 @@ def test_the_page_says_what_each_check_means() -> None:
 
 def test_the_page_knows_the_options() -> None:
     commands = re.findall(r"^ringtrain (doctor.*?)(?: +[#>].*)?$", PAGE, re.MULTILINE)
-    assert len(commands) == 5
+    assert len(commands) == 4
     for command in commands:
         cli.parse(shlex.split(command))
     told = set(re.findall(r"--[a-z-]+", PAGE.split("## What each check means")[0].split("| option |")[1]))
@@ -454,7 +454,7 @@ def test_hosts_of_several_racks_are_covered_by_a_larger_subnet() -> None:
     assert {cell.level for cell in checks.judge(far)["subnet"]} == {"error"}
 
 
-# ---- MPI and the ring --------------------------------------------------------------------------------------------
+# ---- MPI ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -472,64 +472,12 @@ def test_an_mpirun_is_known_by_what_it_says(said: str, kind: tuple[str, str]) ->
     assert software.mpi_of({"said": said}) == kind
 
 
-def ring_of(*figures: float, hosts: list[str] | None = None) -> ring.Ring:
-    names = [f"host{number}" for number in range(1, len(figures) + 1)]
-    ranks = [[host, 20.0, mb_per_s] for host, mb_per_s in zip(hosts or names, figures, strict=True)]
-    return ring.read(names, [*ranks, [64.0, 0.1]], "")
-
-
-def test_the_slowest_link_is_named_and_the_host_that_all_slow_links_end_at() -> None:
-    measured = ring_of(1200, 100, 110, 1150)
-    (finding,) = ring.judge(measured)
-    assert finding.level == "warning"
-    assert "host2 -> host3 is the slowest link: 100 MB/s, the fastest has 1.2 GB/s" in finding.text
-    assert finding.text.endswith("2 of 4 links have less than half of that: host3 is at an end of all of them")
-    assert next(line for line in ring.describe(measured) if "slowest" in line).startswith("host2 -> host3 ")
-
-
-def test_links_that_are_alike_are_well() -> None:
-    assert ring.judge(ring_of(1200, 900, 1100)) == []
-
-
-def test_bus_bandwidth_is_as_nccl_defines_it() -> None:
-    assert ring_of(1, 1, 1, 1).bus_mb_per_s == pytest.approx(64 / 0.1 * 2 * 3 / 4)
-
-
-def test_a_ring_on_fewer_hosts_than_planned_is_no_measurement() -> None:
-    measured = ring_of(9000, 9000, hosts=["host1", "host1"])
-    (finding,) = ring.judge(measured)
-    assert finding.level == "error"
-    assert "started 2 ranks on 1 of 2 hosts" in finding.text
-    assert measured.links == ()
-
-
-def test_a_ring_that_ended_early_says_why() -> None:
-    (finding,) = ring.judge(
-        ring.read(["host1", "host2"], [["host1", 20.0, 900.0]], "mpirun exited with code 1; no route")
-    )
-    assert finding.text == "mpirun exited with code 1; no route"
-    assert finding.fix.startswith("ringtrain launch -H host1,host2 -- hostname")
-
-
-def test_of_what_a_launcher_says_the_lines_that_matter_are_quoted() -> None:
-    frame = "-" * 60
-    refused = (
-        f"bash: line 1: /env/bin/orted: Permission denied\n{frame}\nORTE was unable to start\n  one or more\n{frame}"
-    )
-    assert ring.essence(refused) == "bash: line 1: /env/bin/orted: Permission denied; ORTE was unable to start"
-    rank = (
-        "[1,0]<stderr>:Traceback (most recent call last):\n[1,0]<stderr>:ModuleNotFoundError: No module named 'mpi4py'"
-    )
-    assert ring.essence(f"{frame}\n{rank}\nmpirun noticed") == rank.splitlines()[1]
-
-
 # ---- what a person sees ------------------------------------------------------------------------------------------
 
 
-def report_of(scene: Scene, measured: ring.Ring | None = None) -> report.Report:
+def report_of(scene: Scene) -> report.Report:
     table = checks.judge(scene)
-    found = tuple(gather(table, scene.probes)) + tuple(ring.judge(measured) if measured else ())
-    return report.Report(scene, table, found, "10.1.0.0/24", measured, 0.7)
+    return report.Report(scene, table, tuple(gather(table, scene.probes)), "10.1.0.0/24", 0.7)
 
 
 def shown(found: report.Report, as_json: bool = False, **terminal: Any) -> tuple[int, str]:
@@ -555,7 +503,7 @@ def test_the_exit_code_and_the_last_line_say_how_bad_it_is(
 
 
 def test_the_table_has_a_row_per_host_and_a_column_per_check() -> None:
-    _, text = shown(report_of(scene_with(all_of(set_fact("cores", 2), set_fact("shm_mb", 64))), ring_of(10, 10, 10)))
+    _, text = shown(report_of(scene_with(all_of(set_fact("cores", 2), set_fact("shm_mb", 64)))))
     assert text.index("!! host2: /dev/shm") < text.index("! host2: cores"), "the worst first"
     header, *rows = text.splitlines()[:4]
     assert re.split(r"\s{2,}", header.strip()) == ["host", "ssh", *checks.CHECKS]
@@ -588,8 +536,8 @@ def test_what_a_host_says_cannot_move_the_cursor() -> None:
         assert "\x1b[2J" not in text and "\x1b]" not in text and "\r" not in text and "\x07" not in text
 
 
-def test_json_holds_every_cell_and_the_ring() -> None:
-    status, text = shown(report_of(scene_with(set_fact("mpirun", None)), ring_of(10, 20, 20)), as_json=True)
+def test_json_holds_every_cell() -> None:
+    status, text = shown(report_of(scene_with(set_fact("mpirun", None))), as_json=True)
     assert status == 2
     (line,) = text.splitlines()
     value = json.loads(line)
@@ -598,7 +546,6 @@ def test_json_holds_every_cell_and_the_ring() -> None:
     assert value["hosts"][1]["checks"]["MPI"] == {"value": "none", "level": "error"}
     assert set(value["hosts"][0]["checks"]) == {"ssh", *checks.CHECKS}
     assert "files" not in value["hosts"][0]["facts"]["code"]
-    assert value["ring"]["links"][0]["mb_per_s"] == 10
 
 
 # ---- this machine ------------------------------------------------------------------------------------------------
@@ -726,7 +673,6 @@ def test_alone_it_checks_this_machine(
     (host,) = value["hosts"]
     assert (host["name"], host["checks"]["ssh"]["value"]) == ("localhost", "here")
     assert host["checks"]["MPI"]["level"] == "ok"
-    assert value["ring"] is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -750,7 +696,7 @@ def test_a_silent_host_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     for timeout_s in (2, 20, 100):  # a busy machine does not answer for itself in 2 s
-        options = preflight.Options(timeout_s=timeout_s, bandwidth=False)
+        options = preflight.Options(timeout_s=timeout_s)
         found = preflight.examine([Host("far.example"), Host("localhost")], options)
         assert found.table["ssh"][0].value == "no answer"
         assert found.scene.probes[0].error == f"timed out: no answer in {timeout_s} s"
@@ -771,7 +717,7 @@ def noisy_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("noisy_ssh")
 def test_what_a_login_shell_says_first_does_no_harm() -> None:
-    found = preflight.examine([Host("far.example")], preflight.Options(bandwidth=False))
+    found = preflight.examine([Host("far.example")], preflight.Options())
     assert found.scene.probes[0].facts is not None
     assert found.table["ssh"][0].value.endswith(" ms")
     assert found.table["Python"][0] == Cell(".".join(map(str, sys.version_info[:3])))
@@ -781,7 +727,7 @@ def test_what_a_login_shell_says_first_does_no_harm() -> None:
 def test_more_hosts_than_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     hosts = [Host(f"192.0.2.{number}") for number in range(1, 6)]
-    found = preflight.examine(hosts, preflight.Options(timeout_s=60, bandwidth=False, num_connections=2))
+    found = preflight.examine(hosts, preflight.Options(timeout_s=60, num_connections=2))
     assert [probe.error for probe in found.scene.probes] == [""] * len(hosts)
     assert [cell.value for cell in found.table["shared"]] == ["yes"] * len(hosts)
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]

@@ -25,7 +25,6 @@ from ringtrain import cli
 from ringtrain import config_io as config_options
 from ringtrain.cluster import exit_cause, schedulers
 from ringtrain.cluster.agents import HostAgent
-from ringtrain.cluster.doctor import ring
 from ringtrain.cluster.host_agent import SAYS
 from ringtrain.cluster.hosts import parse_hostfile, parse_hosts
 from ringtrain.cluster.job import explain
@@ -39,7 +38,6 @@ from ringtrain.monitor import journal, trace
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT, MARK, PLAN
 from ringtrain.protocol.failures import Failure
-from ringtrain.protocol.json_text import INVALID, parse_json
 from ringtrain.protocol.launcher_args import expectation, launcher_among_ancestors, placement_on_command_line, slots_of
 from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference
 from ringtrain.protocol.reader import Reader
@@ -162,10 +160,6 @@ def read_records(text: str, folder: Path) -> None:
     assert records[-1] == {"global_step": 3}
 
 
-def read_ring(text: str, folder: Path) -> None:
-    ring.read(["a"], parse_json(text), "")
-
-
 EVENTS: list[dict[str, Any]] = [
     {
         **{"time_s": 1.5, "event": event, "rank": 0, "size": 2, "host": "a", "process": 1, "run_start": 0},
@@ -191,7 +185,6 @@ JSON: dict[str, tuple[Callable[[str, Path], Any], list[Any], tuple[type[Exceptio
         (),
     ),
     "records": (read_records, [{"global_step": 1, "loss": 0.5}], ()),
-    "ring": (read_ring, [[["a", 1.0, 2.0], [3.0, 4.0]]], INVALID),
 }
 
 

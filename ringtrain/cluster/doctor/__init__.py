@@ -1,6 +1,6 @@
-"""`ringtrain doctor`: checks hosts and the links between them before a job starts.
+"""`ringtrain doctor`: checks hosts before a job starts.
 
-preflight: probes every host, measures the ring, prints the findings
+preflight: probes every host, prints the findings
 session:   the conversation with one host, and the test whether hosts share the run directory
 probe:     the program that runs on a host; sent to it as source, standard library only
 checks:    the table: every check on every host; a new one is a row with its fact and rule in one of the next three
@@ -8,6 +8,5 @@ software:  checks of Python, packages, ringtrain, the user's code and MPI: fact,
 machine:   checks of GPUs, cores, memory, disk and limits
 network:   checks of ssh, clocks, names and subnets
 findings:  data classes; cells and findings, with the commands that fix them
-ring:      measures each link of the ring of hosts, and an allreduce; finds slow links
 report:    prints the report as a table or as JSON
 """

@@ -1,4 +1,4 @@
-"""Preflight of `ringtrain doctor`: probes every host, measures the links, and reports problems before a job starts."""
+"""Preflight of `ringtrain doctor`: probes every host, and reports problems before a job starts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ringtrain.cluster import host_agent
-from ringtrain.cluster.doctor import checks, network, ring
-from ringtrain.cluster.doctor.findings import LEVELS, Scene, gather
+from ringtrain.cluster.doctor import checks, network
+from ringtrain.cluster.doctor.findings import Scene, gather
 from ringtrain.cluster.doctor.report import Report, plain_or_terminal, show
 from ringtrain.cluster.doctor.session import Marker, Options, visit
 from ringtrain.cluster.hosts import Host
@@ -27,7 +27,7 @@ def main(hosts: Sequence[Host], options: Options) -> int:
 
 
 def examine(hosts: Sequence[Host], options: Options) -> Report:
-    """Probes all hosts concurrently and measures the links between those that answer; host errors become findings.
+    """Probes all hosts concurrently; errors of hosts become findings.
 
     Raises LaunchError if an option is invalid.
     """
@@ -61,16 +61,9 @@ def examine(hosts: Sequence[Host], options: Options) -> Report:
     here = local.facts or next((probe.facts for probe in probes if probe.facts), {})
     scene = Scene(probes, here, options.python, options.ssh_port, options.subnet)
     table = checks.judge(scene)
-    findings = gather(table, probes)
+    findings = tuple(gather(table, probes))
     subnet = options.subnet or next(map(str, network.shared_subnets(scene)), "")
-    measured = None
-    answering = [probe.host.name for probe in probes if probe.facts is not None]
-    if options.bandwidth and len(answering) > 1:
-        local_mpirun = here.get("mpirun") or {"program": "mpirun", "said": ""}
-        measured = ring.measure(answering, local_mpirun, subnet, options)
-        findings += ring.judge(measured)
-    findings.sort(key=lambda finding: -LEVELS.index(finding.level))
-    return Report(scene, table, tuple(findings), subnet, measured, time.monotonic() - start_s)
+    return Report(scene, table, findings, subnet, time.monotonic() - start_s)
 
 
 def check(options: Options) -> None:

@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ringtrain.cluster.doctor.findings import LEVELS, Cell, Finding, Level, Scene
-from ringtrain.cluster.doctor.ring import Ring, describe
 from ringtrain.cluster.hosts import count
 
 STYLES: dict[Level, str] = {"unknown": "dim", "ok": "", "warning": "yellow", "error": "bold red"}
@@ -30,7 +29,6 @@ class Report:
     table: Mapping[str, Sequence[Cell]]  # by check name, one cell per host
     findings: tuple[Finding, ...]  # worst first
     subnet: str  # for --subnet; "": the hosts share none
-    ring: Ring | None  # None: not measured
     took_s: float
 
     @property
@@ -86,15 +84,11 @@ def as_plain_values(report: Report) -> dict[str, object]:
                 host["facts"] = {**host["facts"], group: less}
         levels = {name: {"value": cell.value, "level": cell.level} for name, cell in cells.items()}
         hosts.append({"name": probe.host.name, "slots": probe.host.slots, **host, "checks": levels})
-    measured = None
-    if report.ring is not None:
-        measured = dataclasses.asdict(report.ring)
     return {
         "level": report.level,
         "hosts": hosts,
-        "findings": [{**dataclasses.asdict(finding), "mend": finding.fix} for finding in report.findings],
+        "findings": [dataclasses.asdict(finding) for finding in report.findings],
         "subnet": report.subnet,
-        "ring": measured,
         "took_s": round(report.took_s, 3),
     }
 
@@ -114,9 +108,6 @@ def _draw(report: Report, columns: Sequence[str]) -> Table:
 
 def _lines(report: Report) -> Iterator[tuple[str, Level]]:
     """Lines below the table, each with the level that sets its color."""
-    if report.ring is not None and report.ring.links:
-        yield from ((line, "ok") for line in describe(report.ring))
-        yield "", "ok"
     for finding in report.findings:
         hosts = ", ".join(finding.hosts[:MOST_HOSTS])
         if len(finding.hosts) > MOST_HOSTS:

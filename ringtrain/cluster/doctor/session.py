@@ -41,8 +41,6 @@ class DoctorOptions:
     """parent directory of all runs"""
     code: Annotated[str, Argument("DIR")] = "."
     """your code, the same on every host"""
-    bandwidth: bool = True
-    """do not measure the links between hosts"""
     timeout_s: Annotated[float, Argument("S", ("--timeout",))] = 10
     """seconds for a host to answer"""
     job: bool = False
@@ -57,7 +55,7 @@ class Options(DoctorOptions):
 
     num_connections: int = 32  # hosts probed at the same time, at least 2
     ssh_port: int = 0  # 0: from ssh's configuration
-    subnet: str = ""  # CIDR of the network to measure, e.g. 10.1.0.0/16; "": the one that all hosts share
+    subnet: str = ""  # CIDR of the network of the job, e.g. 10.1.0.0/16; "": the one that all hosts share
     script: str = ""  # path of the script whose job is checked
     python: str = sys.executable  # full path of the Python that ranks are started with
 
