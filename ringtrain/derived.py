@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ringtrain.config import OPTIONS, Config, HvdConfig, changed_options
+from ringtrain.config import OPTIONS, Config, changed_options
 from ringtrain.errors import ConfigError
 from ringtrain.optimizer_kinds import OPTIMIZERS
 from ringtrain.option_rules import Need
@@ -170,24 +170,6 @@ def lower_is_better(metric: str) -> bool:
     """Returns whether a metric improves as it falls, by its name: losses and errors do, all others do not."""
     losses = ("loss", "error", "mae", "mape", "mse", "msle", "bce", "crossentropy", "hinge", "divergence", "poisson")
     return any(word in metric for word in (*losses, "false_"))
-
-
-def num_reductions(hvd: HvdConfig, num_updates: int, updates_per_epoch: int) -> tuple[int, int]:
-    """Numbers of reductions in a run's first updates: of whole gradients, and of compressed ones or of rounds."""
-    if hvd.local_steps == 1:
-        whole = 0
-        if hvd.compression != "none":
-            whole = min(num_updates, hvd.compression_start_step)
-        return whole, num_updates - whole
-    position = whole = min(num_updates, hvd.local_warmup_steps)
-    num_rounds = 0
-    while position < num_updates:
-        end_of_epoch = (position // updates_per_epoch + 1) * updates_per_epoch
-        end = min(end_of_epoch, num_updates)
-        rounds, rest = divmod(end - position, hvd.local_steps)
-        num_rounds += rounds + (rest > 0 and end == end_of_epoch)  # an epoch ends its last round
-        position = end
-    return whole, num_rounds
 
 
 def in_words(config: Config, numbers: Numbers, num_workers: int = 0) -> dict[str, str]:

@@ -1,21 +1,19 @@
-"""TFRecord files of `tf.train.Example`s with any features."""
+"""TFRecord files of `tf.train.Example`s. An index next to a file, or reading it, says where its rows begin."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import re
 import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from ringtrain.data import data_files, tfrecords
-from ringtrain.data.blocks import Block, Columns
-from ringtrain.data.data_files import DataFile
+from ringtrain.data.blocks import Block, Columns, blocks_of
+from ringtrain.data.data_files import INDEX, OTHER_INDEX, DataFile
 from ringtrain.data.image_files import Unreadable
-from ringtrain.data.scanned_files import ScannedFiles
 from ringtrain.errors import DamagedData, DataError
 
 if TYPE_CHECKING:
@@ -27,8 +25,17 @@ IN_MEMORY = "/dev/shm"
 """where a block behind a URL becomes a file for TensorFlow, which compares its checksums"""
 
 
-class TFRecordFiles(ScannedFiles):
-    """Features of examples.
+class Positions(NamedTuple):
+    """Where the rows of a file begin, in bytes."""
+
+    starts: list[int]
+    checksum: int
+    """of the file, without reading it all"""
+    is_indexed: bool = False
+
+
+class TFRecordFiles:
+    """Features of examples, in blocks of successive rows.
 
     Args:
         columns: Names of features; None: all.
@@ -42,7 +49,10 @@ class TFRecordFiles(ScannedFiles):
     ) -> None:
         import tensorflow as tf
 
-        super().__init__(files, _scanned, from_index)
+        found = data_files.of_each(_positions, [file for file in files if file.size])
+        self._checksums = [positions.checksum for positions in found.values()]
+        self._indexed = {file for file, positions in found.items() if positions.is_indexed}
+        self.blocks = [block for file, positions in found.items() for block in blocks_of(file, positions.starts)]
         if not self.blocks:
             return
         self._known = dict(features) if features else self._features()
@@ -54,6 +64,10 @@ class TFRecordFiles(ScannedFiles):
         for name, feature in self.features.items():
             if not isinstance(feature, tf.io.FixedLenFeature):
                 raise DataError(f"ringtrain.Records: feature {name} is {feature}, expected a FixedLenFeature")
+
+    def checksum(self) -> int:
+        """Checksum of the checksums of records; behind a URL, of the version."""
+        return zlib.crc32(str(self._checksums).encode())
 
     def types(self) -> dict[str, str]:
         types = {}
@@ -80,18 +94,34 @@ class TFRecordFiles(ScannedFiles):
 
         try:
             if block.file.is_remote:
-                return self.parsed(block, functools.partial(_texts_of_copy, num_rows=block.num_rows))
+                return self._texts_of_url(block)
             texts = _texts_of(block.file.url, block.begin, block.num_rows)
         except tf.errors.OpError as error:
             data_files.check_unchanged(block.file)  # one that has changed may look damaged
             problem = f"{block.name} cannot be read: {_in_one_line(error)}"
             if isinstance(error, tf.errors.DataLossError):
-                kind = self.damaged(block, problem)
+                kind = self._damaged(block, problem)
             else:
                 kind = DataError(problem)
             raise kind from error
         data_files.check_unchanged(block.file)
         return texts
+
+    def _texts_of_url(self, block: Block) -> tf.Tensor:
+        def read(opened: IO[bytes]) -> tf.Tensor:
+            opened.seek(block.begin)
+            return _texts_of_copy(opened.read(block.end - block.begin), block.num_rows)
+
+        try:
+            return data_files.read_file(block.file, read, f"{block.name} cannot be read")
+        except DamagedData as error:
+            raise self._damaged(block, str(error)) from error
+
+    def _damaged(self, block: Block, problem: str) -> DataError:
+        """Error of a block that is not as expected: by itself, or as its file's index is of another one."""
+        if block.file in self._indexed:
+            return DataError(f"{problem}, or {block.file}{INDEX} {OTHER_INDEX}")
+        return DamagedData(problem)
 
     def _features(self) -> dict[str, Any]:
         """Features of the first record that can be read, with its lengths."""
@@ -118,6 +148,19 @@ class TFRecordFiles(ScannedFiles):
                 length = len(getattr(feature, kind).value)
                 features[name] = tf.io.FixedLenFeature([] if length == 1 else [length], dtypes[kind])
         return features
+
+
+def _positions(file: DataFile) -> Positions:
+    if not file.is_remote:
+        checksum, *starts = _scanned(file)
+        return Positions(starts, checksum)
+    text = data_files.index_of(file)
+    if text:
+        starts = from_index(file, text)
+    else:
+        starts = _scanned(file)[1:]
+    # The same with and without an index.
+    return Positions(starts, zlib.crc32(f"{file.version} {starts}".encode()), bool(text))
 
 
 def _texts_of_copy(content: bytes, num_rows: int) -> tf.Tensor:
@@ -183,7 +226,7 @@ def from_index(file: DataFile, text: str) -> list[int]:
     fits = all(len(row) == 2 and row[0].isdecimal() and row[1].isdecimal() for row in rows)
     ends = [0, *(int(begin) + int(length) for begin, length in rows)] if fits else []
     if not fits or ends[-1] != file.size or [int(begin) for begin, _ in rows] != ends[:-1]:
-        raise DataError(f"{file}{data_files.INDEX}: {data_files.OTHER_INDEX}")
+        raise DataError(f"{file}{INDEX}: {OTHER_INDEX}")
     return ends[:-1]
 
 

@@ -22,8 +22,8 @@ from typing import Any
 from ringtrain.data.data_files import store_of, with_retries
 from ringtrain.errors import CheckpointError, DamagedCheckpoint, RunDirectoryError
 from ringtrain.run import checkpoint
-from ringtrain.run.mirror_writer import Writer
-from ringtrain.run.run_folder import LOCK, WRITER, WRITER_EXPIRES_S
+from ringtrain.run.mirror_writer import EXPIRES_S, WRITER, Writer
+from ringtrain.run.run_folder import LOCK
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
 """protocols of stores without folders, where making one might make a bucket"""
@@ -52,7 +52,7 @@ class Mirror:
         DataError: the file system cannot be reached.
     """
 
-    def __init__(self, url: str, name: str, same_job: bool = False, expires_s: float = WRITER_EXPIRES_S) -> None:
+    def __init__(self, url: str, name: str, same_job: bool = False, expires_s: float = EXPIRES_S) -> None:
         self.url = f"{url.rstrip('/')}/{name}"
         for other in [mirror for mirror in _open if mirror.url == self.url]:
             other.close()  # of a run of this process that has failed

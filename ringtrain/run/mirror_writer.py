@@ -20,8 +20,11 @@ from ringtrain.errors import DataError, RunDirectoryError
 from ringtrain.monitor.journal import printable
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.json_text import parse_object
-from ringtrain.run.run_folder import WRITER
 
+WRITER = ".writer"
+"""file in a run's mirror that names the job which writes"""
+EXPIRES_S = 60.0
+"""seconds without a change of it after which that job is considered lost"""
 RENEWED_S = 20.0
 POLL_S = 1.0
 

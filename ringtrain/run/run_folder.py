@@ -47,10 +47,6 @@ REPORTED_S = 2.0
 """after which a wait is reported"""
 FLOCK = "hhqqi0q"
 """struct flock: type, whence, start, length, process"""
-WRITER = ".writer"
-"""file in a run's mirror that names the job which writes"""
-WRITER_EXPIRES_S = 60.0
-"""seconds without a change of it after which that job is considered lost"""
 
 
 def script_name() -> str:

@@ -27,8 +27,6 @@ import launching
 import numpy as np
 
 from ringtrain.compressions import reduced_bytes
-from ringtrain.config import HvdConfig
-from ringtrain.derived import num_reductions
 
 LOW, LOCAL, OUTER = "--hvd.compression", "--hvd.local-steps", ("--hvd.outer-optimizer", "nesterov")
 WAYS: dict[str, list[str]] = {
@@ -127,8 +125,8 @@ def megabytes(way: str, num_steps: float) -> float:
     words = dict(zip(WAYS[way][::2], WAYS[way][1::2], strict=True))
     compression, local = words.get(LOW, "none"), int(words.get(LOCAL, 1))
     per_epoch = NUM_TRAIN // (2 * BATCH)
-    _, number = num_reductions(HvdConfig(compression=compression, local_steps=local), int(num_steps), per_epoch)
-    return number * reduced_bytes(SHAPES, compression) / 1e6
+    rounds = math.ceil(per_epoch / local)  # an epoch ends its last one
+    return num_steps / per_epoch * rounds * reduced_bytes(SHAPES, compression) / 1e6
 
 
 def steps_per_s(results: Path, rate: int) -> dict[str, tuple[float, float]]:

@@ -23,7 +23,7 @@ import pytest
 from ringtrain.cluster.plans import openmpi
 from ringtrain.monitor import journal
 from ringtrain.protocol.env import LEASE
-from ringtrain.run.run_folder import WRITER
+from ringtrain.run.mirror_writer import WRITER
 
 pytestmark = pytest.mark.launch
 

@@ -16,7 +16,7 @@ from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT
 from ringtrain.run import checkpoint, mirror, mirror_writer
 from ringtrain.run.mirror import Mirror
-from ringtrain.run.run_folder import WRITER
+from ringtrain.run.mirror_writer import WRITER
 
 
 @pytest.fixture(autouse=True)
