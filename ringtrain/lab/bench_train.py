@@ -1,4 +1,4 @@
-"""bench train: images/s, what a step's time goes into, ring efficiency.
+"""bench train: images/s and ring efficiency.
 
     ringtrain bench train -np 2 --out speed.json -- --model.name cnn --data.name synthetic
 
@@ -8,23 +8,18 @@ each of which trains a model of its own without communicating: blocks of steps o
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from ringtrain import config_io
 from ringtrain.config import Config
 from ringtrain.errors import LaunchError
 from ringtrain.lab import ranks, stats
 from ringtrain.lab.tables import Table
-from ringtrain.monitor.trace import PHASES
 from ringtrain.options import AT_LEAST_1, FILE, LIST, N
-
-if TYPE_CHECKING:
-    import keras
 
 SPREADS = {"images_per_s": ",.0f", "images_per_s_alone": ",.0f", "ring_efficiency": ".3f"}
 """columns of the scaling table and their formats"""
@@ -85,16 +80,9 @@ def show(found: dict[str, Any]) -> None:
         ["images/s, all ranks", found["images_per_s"].text(",.0f")],
         ["images/s, as many processes alone", found["images_per_s_alone"].text(",.0f")],
         ["ring efficiency", found["ring_efficiency"].text(".3f")],
-        ["step, ms", _ms(found["step_s"])],
-        *([f"  {part}, ms", _ms(found["parts_s"][part])] for part in found["parts_s"]),
-        ["step of a process alone, ms", _ms(found["step_alone_s"])],
     ]
     title = f"{found['model']}, {found['data']}, batch {found['batch_size']} on each of {found['num_ranks']} ranks"
     Table(("", "median (p10 to p90)"), rows, title).show()
-
-
-def _ms(seconds: stats.Spread) -> str:
-    return seconds.times(1e3).text()
 
 
 def on_ranks(options: Options, train_args: Sequence[str]) -> dict[str, Any]:
@@ -112,86 +100,55 @@ def measure(config: Config, num_steps: int, turns: int) -> dict[str, Any]:
 
     Returns:
         On every rank: images per second of all ranks together, for the ring and for processes alone, per turn; their
-        ratio; seconds of a step and of its parts, on this rank.
+        ratio.
     """
+    import keras
+
     from ringtrain import hvd
 
     training = ranks.Training.of(config)
     ring, alone, batches = training.model(), training.model(distributed=False), training.batches()
     hvd.broadcast_model(ring, root_rank=0)
-    hvd.step_timing.PLACE.watch(ring)
-    kinds: dict[str, tuple[keras.Model, list[float], Stopwatch]] = {
-        "ring": (ring, [], Stopwatch(hvd.step_timing.PLACE)),
-        "alone": (alone, [], Stopwatch(None)),
-    }
+    hvd.step_timing.PLACE.watch(ring)  # as in training
+    together: list[float] = []
+    apart: list[float] = []
     for turn in range(turns + 1):  # the first makes the graphs
-        for model, images_per_s, watch in kinds.values():
+        for model, images_per_s in ((ring, together), (alone, apart)):
+            watch = Stopwatch()
             hvd.allreduce([0.0], name="ringtrain_bench_barrier")
             model.fit(
                 batches,
                 steps_per_epoch=WARM_STEPS + num_steps,
                 epochs=1,
-                callbacks=[watch.callback()],
+                callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=watch.end_of_step)],
                 shuffle=False,
                 verbose=0,
             )
             own = config.train.batch_size * num_steps / watch.block_s
             if turn:
                 images_per_s.append(sum(hvd.allgather_object(own, name="ringtrain_bench")))
-            else:
-                watch.forget()
-    _, together, watch = kinds["ring"]
     return {
         "model": config.model.name,
         "data": config.data.name,
         "batch_size": config.train.batch_size,
         "num_ranks": hvd.size(),
         "images_per_s": stats.Spread.of(together),
-        "images_per_s_alone": stats.Spread.of(kinds["alone"][1]),
-        "ring_efficiency": stats.ratios(together, kinds["alone"][1]),
-        "step_s": stats.Spread.of(watch.steps),
-        "parts_s": {part: stats.Spread.of(watch.parts[part]) for part in PHASES},
-        "step_alone_s": stats.Spread.of(kinds["alone"][2].steps),
+        "images_per_s_alone": stats.Spread.of(apart),
+        "ring_efficiency": stats.ratios(together, apart),
     }
 
 
 class Stopwatch:
-    """Times the steps of blocks without their warm-up steps.
+    """Time of a block of steps without its warm-up steps."""
 
-    Args:
-        place: hvd's phase tracker with the timestamps within a step; None: only whole steps are timed.
-    """
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.block_s = self._began_s = 0.0
 
-    def __init__(self, place: Any) -> None:
-        self.place = place
-        self.block_s = 0.0
-        self.forget()
-
-    def callback(self) -> keras.callbacks.Callback:
-        """Callback of one block."""
-        import keras
-
-        self.number = 0
-        return keras.callbacks.LambdaCallback(on_train_batch_begin=self._begin, on_train_batch_end=self._end)
-
-    def forget(self) -> None:
-        """Discards all times."""
-        self.steps: list[float] = []
-        self.parts: dict[str, list[float]] = {part: [] for part in PHASES}
-
-    def _begin(self, batch: int, logs: Any) -> None:
-        self.begin_s = time.time()
-
-    def _end(self, batch: int, logs: Any) -> None:
-        end_s = time.time()
-        self.number += 1
-        if self.number <= WARM_STEPS:
-            self.block_begin_s = self.before_s = end_s
-            return
-        self.block_s = end_s - self.block_begin_s
-        self.steps.append(end_s - self.before_s)
-        self.before_s = end_s
-        if self.place is not None:
-            edges = (self.begin_s, *self.place.moments(), end_s)
-            for part, (first_s, last_s) in zip(PHASES, itertools.pairwise(edges), strict=True):
-                self.parts[part].append(max(0.0, last_s - first_s))
+    def end_of_step(self, batch: int, logs: Any) -> None:
+        """Callback of Keras."""
+        end_s = time.perf_counter()
+        self.num_steps += 1
+        if self.num_steps <= WARM_STEPS:
+            self._began_s = end_s
+        self.block_s = end_s - self._began_s

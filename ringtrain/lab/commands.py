@@ -183,9 +183,8 @@ def benches() -> dict[str, Command]:
     """Kinds of `ringtrain bench`."""
     train = OnRanks(
         "bench_train",
-        "images/s, what a step's time goes into, ring efficiency",
-        "Measures images/s of ranks, what a step's time goes into, and ring efficiency, in turns. Starts ranks as"
-        " ringtrain launch does.",
+        "images/s and ring efficiency",
+        "Measures images/s of ranks, and ring efficiency, in turns. Starts ranks as ringtrain launch does.",
         takes=" [-- options of ringtrain.train]",
     )
     allreduce = OnRanks(

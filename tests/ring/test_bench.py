@@ -35,8 +35,6 @@ def test_train_measures_two_ways_in_turns(tmp_path):
     assert results["num_ranks"] == 2 and results["ring_efficiency"]["repeats"] == 2
     assert [row["num_ranks"] for row in results["scaling"]] == [1, 2]
     assert results["scaling"][1]["images_per_s"] == results["images_per_s"]
-    parts = sum(part["median"] for part in results["parts_s"].values())
-    assert 0 < parts < 2 * results["step_s"]["median"]
 
 
 def test_allreduce_measures_every_library_and_checks_its_sums(tmp_path):
