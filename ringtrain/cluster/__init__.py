@@ -16,7 +16,6 @@ agents:         host agents at the launcher: processes, connections and messages
 output:         output of a launcher and its ranks, without the reports in it
 processes:      starts programs, and writes a plan's files
 host_agent:     a shell script on every host that forwards signals and cleans up
-notices:        commands by which a cloud says that a host is taken away soon
 exit_cause:     why a job ended, and its exit code
 restart:        whether a failed job runs again, when, and on which of its hosts
 elastic:        a job whose hosts join and leave

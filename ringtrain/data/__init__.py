@@ -10,12 +10,9 @@ make_tfrecords: command: images to TFRecords
 spark_rows:     rows that Spark streams to this rank
 arrays:         arrays as Keras' fit takes them, and a rank's rows of each global batch
 records:        rows of files that are read while they are trained
-record_files:   such files of any kind
-table_files:    files with typed columns
+record_files:   such files of any kind, and images in a folder per class
 parquet_files:  Parquet
-scanned_files:  files without a table of their rows
 tfrecord_files: TFRecords of any features
-class_folders:  images in a folder per class
 blocks:         what is read of a file at once
 data_files:     files behind paths and URLs
 block_cache:    blocks in memory, read ahead

@@ -1,7 +1,6 @@
 """Models by name or module:function, with their loss and metrics.
 
-zoo:            mlp, cnn and ResNets
-applications:   models of keras.applications
+zoo:            mlp, cnn, ResNets, and models of keras.applications
 losses_metrics: losses and metrics by name
 lazy_keras:     defers the import of Keras modules that training does not use
 """
@@ -17,9 +16,8 @@ import numpy as np
 from ringtrain.config import ModelConfig
 from ringtrain.config_io import find
 from ringtrain.errors import ConfigError
-from ringtrain.models.applications import APPLICATIONS
 from ringtrain.models.losses_metrics import OF_CLASSES, accuracy, cross_entropy, loss, metrics, needs_classes
-from ringtrain.models.zoo import cnn, mlp, resnet20, resnet50
+from ringtrain.models.zoo import APPLICATIONS, cnn, mlp, resnet20, resnet50
 
 if TYPE_CHECKING:
     import keras

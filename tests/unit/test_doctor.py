@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from ringtrain import cli
-from ringtrain.cluster.doctor import checks, network, preflight, probe, report, session, software
+from ringtrain.cluster.doctor import network, preflight, probe, report, session, software
 from ringtrain.cluster.doctor.findings import Cell, Check, Probe, Scene, gather
 from ringtrain.cluster.doctor.probe import read
 from ringtrain.cluster.hosts import Host
@@ -52,8 +52,6 @@ def facts_of(number: int) -> Facts:
         "memory": {"total_mb": 64000, "available_mb": 60000},
         "disk": {"folder": "/job/runs", "free_mb": 500000, "writable": True},
         "shm_mb": 32000,
-        "ptrace_scope": 0,
-        "cma_error": 0,
         "addresses": [
             ["lo", "127.0.0.1/8", None],
             ["docker0", "172.17.0.1/16", None],
@@ -61,7 +59,6 @@ def facts_of(number: int) -> Facts:
             ["eth0", f"fe80::{number}/64", 25000],
         ],
         "names": {"": [f"10.1.0.{number}"], "host1": ["10.1.0.1"], "host2": ["10.1.0.2"], "host3": ["10.1.0.3"]},
-        "open_files": [65536, 65536],
         "driver": "580.65.06",
         "pci_gpus": 4,
         "gpus": [f"NVIDIA H100, GPU-{number}-{gpu}, 81559 MiB" for gpu in range(4)],
@@ -101,7 +98,7 @@ def scene_with(change: Callable[[Facts], None] = lambda _: None, num_hosts: int 
 def test_where_nothing_is_wrong_nothing_is_said() -> None:
     for num_hosts in (1, 2, 3):
         scene = scene_with(num_hosts=num_hosts)
-        table = checks.judge(scene)
+        table = preflight.judge(scene)
         assert gather(table, scene.probes) == []
         assert {cell.level for cells in table.values() for cell in cells} == {"ok"}
 
@@ -110,7 +107,7 @@ def test_what_a_host_cannot_tell_is_neither_well_nor_wrong() -> None:
     for name in facts_of(1):
         if name in ("python", "mpirun", "ringtrain", "code", "horovod_operations", "driver", "packages", "gpus"):
             continue  # without these something is wrong
-        cells = [cells[1] for cells in checks.judge(scene_with(set_fact(name, None))).values()]
+        cells = [cells[1] for cells in preflight.judge(scene_with(set_fact(name, None))).values()]
         assert {cell.level for cell in cells} <= {"ok", "unknown"}, name
 
 
@@ -238,14 +235,6 @@ RED = [
     ("/dev/shm", set_fact("shm_mb", 64), "error", "64 MB for 4 ranks", "--shm-size=8g"),
     ("/dev/shm", all_of(NO_GPUS, set_fact("shm_mb", 64)), "warning", "64 MB for 4 ranks", "--shm-size=8g"),
     (
-        "CMA",
-        all_of(set_fact("cma_error", 1), set_fact("ptrace_scope", 1)),
-        "warning",
-        "ptrace_scope 1",
-        "ptrace_scope=0",
-    ),
-    ("CMA", set_fact("cma_error", 1), "warning", "error 1, ptrace_scope 0", "--cap-add=SYS_PTRACE"),
-    (
         "name",
         set_fact("names", "", ["127.0.1.1"]),
         "warning",
@@ -268,8 +257,6 @@ RED = [
         "covers their addresses is 10.1.0.0/30",
         "--subnet 10.1.0.0/30",
     ),
-    ("files", set_fact("open_files", [600, 4096]), "warning", "may open 600 files", "nofile 65536"),
-    ("files", set_fact("open_files", [128, 128]), "error", "1024 are enough", "nofile 65536"),
 ]
 
 
@@ -280,7 +267,7 @@ def test_a_check_that_sees_what_is_wrong(
     check: str, change: Callable[[Facts], None], level: str, said: str, fix: str
 ) -> None:
     scene = scene_with(change)
-    table = checks.judge(scene)
+    table = preflight.judge(scene)
     assert table[check][1].level == level, table[check][1]
     found = [finding for finding in gather({check: table[check]}, scene.probes) if "host2" in finding.hosts]
     assert (len(found) == 1) == (level != "ok")
@@ -293,7 +280,7 @@ def test_a_check_that_sees_what_is_wrong(
 
 def test_every_check_has_something_wrong_to_see() -> None:
     elsewhere = {"ssh", "shared", "clock"}  # below
-    assert {check for check, *_ in RED} | elsewhere == set(checks.judge(scene_with()))
+    assert {check for check, *_ in RED} | elsewhere == set(preflight.judge(scene_with()))
 
 
 SSH = [
@@ -316,7 +303,7 @@ SSH = [
 @pytest.mark.parametrize(("said", "value", "fix"), SSH)
 def test_a_host_that_ssh_does_not_reach(said: str, value: str, fix: str) -> None:
     scene = scene_with(facts=None, error=said, clock_s=None, finds=None)
-    table = checks.judge(scene)
+    table = preflight.judge(scene)
     (finding,) = gather(table, scene.probes)
     assert (table["ssh"][1].value, table["ssh"][1].level) == (value, "error")
     assert finding.text == said
@@ -326,7 +313,7 @@ def test_a_host_that_ssh_does_not_reach(said: str, value: str, fix: str) -> None
 
 def test_another_port_is_in_the_fix_command() -> None:
     scene = scene_with(facts=None, error="REMOTE HOST IDENTIFICATION HAS CHANGED")
-    (finding,) = gather(checks.judge(Scene(scene.probes, scene.here, PYTHON, ssh_port=2222)), scene.probes)
+    (finding,) = gather(preflight.judge(Scene(scene.probes, scene.here, PYTHON, ssh_port=2222)), scene.probes)
     assert "ssh-keygen -R '[host2]:2222'; ssh-keyscan -p 2222 -H host2" in finding.fix
 
 
@@ -343,13 +330,13 @@ def test_another_port_is_in_the_fix_command() -> None:
 def test_a_clock_counts_as_wrong_where_the_way_to_it_cannot_explain_it(
     clock_s: tuple[float, float], level: str
 ) -> None:
-    cell = checks.judge(scene_with(clock_s=clock_s))["clock"][1]
+    cell = preflight.judge(scene_with(clock_s=clock_s))["clock"][1]
     assert cell.level == level
     assert "±" in cell.value
 
 
 def test_a_run_directory_that_is_not_shared() -> None:
-    cells = checks.judge(scene_with(finds=False))["shared"]
+    cells = preflight.judge(scene_with(finds=False))["shared"]
     assert [cell.level for cell in cells] == ["ok", "warning", "ok"]
 
 
@@ -357,13 +344,13 @@ def test_gpus_without_nccl() -> None:
     scene = scene_with()
     for each in scene.probes:
         each.facts["horovod_operations"] = ["MPI", "Gloo"]  # type: ignore[index]
-    assert [cell.level for cell in checks.judge(scene)["built with"]] == ["warning"] * 3
+    assert [cell.level for cell in preflight.judge(scene)["built with"]] == ["warning"] * 3
 
 
 def test_a_folder_too_large_to_compare() -> None:
     scene = scene_with()
     scene.here["code"]["hash"] = None
-    (finding,) = gather(checks.judge(scene), scene.probes)
+    (finding,) = gather(preflight.judge(scene), scene.probes)
     assert (finding.level, finding.hosts) == ("warning", ("host1", "host2", "host3"))
     assert "--code DIR" in finding.fix
 
@@ -372,7 +359,7 @@ def test_what_hosts_have_in_common_is_said_once_with_a_line_for_all() -> None:
     scene = scene_with(set_fact("cores", 2))
     scene.probes[2].facts["cores"] = 2  # type: ignore[index]
     scene.probes[0].facts["shm_mb"] = scene.probes[2].facts["shm_mb"] = 64  # type: ignore[index]
-    by_check = {finding.check: finding for finding in gather(checks.judge(scene), scene.probes)}
+    by_check = {finding.check: finding for finding in gather(preflight.judge(scene), scene.probes)}
     assert by_check["cores"].hosts == ("host2", "host3")
     assert by_check["cores"].fix == "host2 slots=2\nhost3 slots=2"
     here, there = by_check["/dev/shm"].fix.splitlines()
@@ -387,7 +374,7 @@ PAGE = (ROOT / "docs" / "doctor.md").read_text()
 
 def test_the_page_says_what_each_check_means() -> None:
     explained = set(re.findall(r"\*\*([^*]+)\*\*", PAGE.split("## What each check means")[1]))
-    assert explained == {"ssh", *checks.CHECKS}
+    assert explained == {"ssh", *preflight.CHECKS}
 
 
 def test_the_page_knows_the_options() -> None:
@@ -434,7 +421,7 @@ def test_of_two_shared_subnets_the_one_that_names_mean_comes_first_then_the_fast
 
 def test_a_subnet_that_was_asked_for_must_have_every_host_in_it() -> None:
     scene = scene_with(set_fact("addresses", ALONE_NET))
-    cells = checks.judge(Scene(scene.probes, scene.here, PYTHON, subnet="10.1.0.0/16"))["subnet"]
+    cells = preflight.judge(Scene(scene.probes, scene.here, PYTHON, subnet="10.1.0.0/16"))["subnet"]
     assert [cell.value for cell in cells] == ["10.1.0.1", "none", "10.1.0.3"]
     assert [cell.level for cell in cells] == ["ok", "error", "ok"]
 
@@ -451,7 +438,7 @@ def test_hosts_of_several_racks_are_covered_by_a_larger_subnet() -> None:
     assert str(network.covering_subnet(scene)) == "10.1.0.0/22"
     far = networks(["10.1.1.5/24"], ["192.168.2.5/24"], names={"host1": "10.1.1.5", "host2": "192.168.2.5"})
     assert network.covering_subnet(far) is None
-    assert {cell.level for cell in checks.judge(far)["subnet"]} == {"error"}
+    assert {cell.level for cell in preflight.judge(far)["subnet"]} == {"error"}
 
 
 # ---- MPI ----------------------------------------------------------------------------------------------------------
@@ -476,7 +463,7 @@ def test_an_mpirun_is_known_by_what_it_says(said: str, kind: tuple[str, str]) ->
 
 
 def report_of(scene: Scene) -> report.Report:
-    table = checks.judge(scene)
+    table = preflight.judge(scene)
     return report.Report(scene, table, tuple(gather(table, scene.probes)), "10.1.0.0/24", 0.7)
 
 
@@ -506,7 +493,7 @@ def test_the_table_has_a_row_per_host_and_a_column_per_check() -> None:
     _, text = shown(report_of(scene_with(all_of(set_fact("cores", 2), set_fact("shm_mb", 64)))))
     assert text.index("!! host2: /dev/shm") < text.index("! host2: cores"), "the worst first"
     header, *rows = text.splitlines()[:4]
-    assert re.split(r"\s{2,}", header.strip()) == ["host", "ssh", *checks.CHECKS]
+    assert re.split(r"\s{2,}", header.strip()) == ["host", "ssh", *preflight.CHECKS]
     assert [row.split()[0] for row in rows] == ["host1", "host2", "host3"]
     assert [re.split(r"\s{2,}", row.strip())[12] for row in rows] == ["16", "! 2", "16"]
 
@@ -544,7 +531,7 @@ def test_json_holds_every_cell() -> None:
     assert value["level"] == "error"
     assert [host["name"] for host in value["hosts"]] == ["host1", "host2", "host3"]
     assert value["hosts"][1]["checks"]["MPI"] == {"value": "none", "level": "error"}
-    assert set(value["hosts"][0]["checks"]) == {"ssh", *checks.CHECKS}
+    assert set(value["hosts"][0]["checks"]) == {"ssh", *preflight.CHECKS}
     assert "files" not in value["hosts"][0]["facts"]["code"]
 
 
@@ -552,12 +539,12 @@ def test_json_holds_every_cell() -> None:
 
 
 def test_the_probe_is_text_that_an_older_python_can_read() -> None:
-    for source in (Path(probe.__file__).read_text(), checks.request()["source"]):
+    for source in (Path(probe.__file__).read_text(), preflight.request()["source"]):
         ast.parse(source, feature_version=(3, 8))
 
 
 def test_facts_use_only_what_the_probe_imports_and_defines() -> None:
-    for fact in {fact for check in checks.CHECKS.values() for fact in check.facts}:
+    for fact in {fact for check in preflight.CHECKS.values() for fact in check.facts}:
         assert set(inspect.getclosurevars(fact).globals) <= set(vars(probe)), fact.__name__
 
 
@@ -567,13 +554,13 @@ def swap_mb(wanted: Mapping[str, Any]) -> int:
 
 def test_a_new_column_is_a_row_with_its_fact(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Check(lambda probe, facts, scene: Cell(f"{facts['swap_mb']} MB"), (swap_mb,))
-    monkeypatch.setitem(checks.CHECKS, "swap", row)
+    monkeypatch.setitem(preflight.CHECKS, "swap", row)
     assert preflight.examine([HERE], preflight.Options()).table["swap"] == [Cell(f"{swap_mb({})} MB")]
 
 
 def question(folder: Path, **changes: Any) -> Facts:
     usual = {"folder": str(folder), "path": os.environ["PATH"], "python_path": "", "run_directory": "runs"}
-    return {"do": "facts", "code": str(folder), "names": [], **usual, **checks.request(), **changes}
+    return {"do": "facts", "code": str(folder), "names": [], **usual, **preflight.request(), **changes}
 
 
 def talk(*questions: Facts) -> list[Any]:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from planning import TWO_HOSTS
 
-from ringtrain.cluster import host_agent, notices, supervisor
+from ringtrain.cluster import host_agent, launch, supervisor
 from ringtrain.cluster.agents import HostAgent
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.plans import mpirun
@@ -129,7 +129,7 @@ def test_the_documented_answers_of_a_cloud_are_understood(cloud: str) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         here = f"http://127.0.0.1:{server.server_address[1]}"
-        command = notices.command_of(cloud).replace(notices.METADATA, here).replace(notices.GCE_METADATA, here)
+        command = launch.notice_command(cloud).replace(launch.METADATA, here).replace(launch.GCE_METADATA, here)
         ask = functools.partial(subprocess.run, ["sh", "-c", command], stdout=subprocess.DEVNULL, timeout=60)
         assert ask().returncode not in (0, 126, 127) and len(asked) == 1
         is_leaving.set()

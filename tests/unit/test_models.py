@@ -13,7 +13,7 @@ import pytest
 from ringtrain import models
 from ringtrain.config import ModelConfig
 from ringtrain.errors import ConfigError
-from ringtrain.models.applications import APPLICATIONS
+from ringtrain.models.zoo import APPLICATIONS
 from ringtrain.run import setup
 
 pytestmark = pytest.mark.slow

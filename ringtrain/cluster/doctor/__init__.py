@@ -1,9 +1,8 @@
 """`ringtrain doctor`: checks hosts before a job starts.
 
-preflight: probes every host, prints the findings
+preflight: probes every host, and has the table: every check on every host
 session:   the conversation with one host, and the test whether hosts share the run directory
 probe:     the program that runs on a host; sent to it as source, standard library only
-checks:    the table: every check on every host; a new one is a row with its fact and rule in one of the next three
 software:  checks of Python, packages, ringtrain, the user's code and MPI: fact, rule and fix
 machine:   checks of GPUs, cores, memory, disk and limits
 network:   checks of ssh, clocks, names and subnets

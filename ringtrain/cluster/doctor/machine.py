@@ -1,12 +1,10 @@
-"""Hardware and limits in `ringtrain doctor`: GPUs, cores, memory, disk, run directory, shared memory, open files."""
+"""Hardware and limits in `ringtrain doctor`: GPUs, cores, memory, disk, run directory, shared memory."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
-import resource
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +16,6 @@ from ringtrain.cluster.hosts import count
 MEMORY_PER_RANK_MB = 1024  # TensorFlow, Keras and a small model take about 0.7 GB
 SHM_PER_RANK_MB = 64  # a container's default for all its ranks together, without --shm-size
 DISK_MB, DISK_TIGHT_MB = 1024, 10240
-OPEN_FILES, OPEN_FILES_PER_RANK = 1024, 8
 # TensorFlow's CUDA 12 runs from driver 525 on. Horovod with NCCL, as launch/setup.sh builds it, contains kernels
 # compiled by nvcc 13, the only one on PyPI, which need 580.
 OLDEST_DRIVER, OLDEST_DRIVER_NCCL = 525, 580
@@ -81,41 +78,6 @@ def disk(wanted: Mapping[str, Any]) -> dict[str, Any]:
 def shm_mb(wanted: Mapping[str, Any]) -> int:
     status = os.statvfs("/dev/shm")
     return status.f_blocks * status.f_frsize >> 20
-
-
-def ptrace_scope(wanted: Mapping[str, Any]) -> int:
-    return int(read("/proc/sys/kernel/yama/ptrace_scope"))
-
-
-def cma_error(wanted: Mapping[str, Any]) -> int:
-    """Tests whether a process can read a sibling's memory, as MPI's local ranks do: 0, or the errno, e.g. 1 (EPERM)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    source, target = ctypes.create_string_buffer(b"ringtrain"), ctypes.create_string_buffer(10)
-    size = ctypes.sizeof(source)
-    remote = (ctypes.c_size_t * 2)(ctypes.addressof(source), size)  # an iovec: address, length
-    local = (ctypes.c_size_t * 2)(ctypes.addressof(target), size)
-    waiting, done = os.pipe()
-    owner = os.fork()
-    if owner == 0:
-        os.close(done)
-        os.read(waiting, 1)  # returns when the parent closes its end
-        os._exit(0)
-    reader = os.fork()
-    if reader == 0:
-        one = ctypes.c_ulong(1)
-        copied = libc.process_vm_readv(owner, ctypes.byref(local), one, ctypes.byref(remote), one, ctypes.c_ulong(0))
-        if copied == size:
-            os._exit(0)
-        os._exit(ctypes.get_errno() or 255)
-    status = os.waitpid(reader, 0)[1]
-    os.close(done)
-    os.close(waiting)
-    os.waitpid(owner, 0)
-    return status >> 8
-
-
-def open_files(wanted: Mapping[str, Any]) -> tuple[int, int]:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 # ---- rules -------------------------------------------------------------------------------------------------------
@@ -202,35 +164,6 @@ def check_shm(probe: Probe, facts: Facts, scene: Scene) -> Cell:
     return Cell(_size(size))
 
 
-def check_cma(probe: Probe, facts: Facts, scene: Scene) -> Cell:
-    scope, error = facts["ptrace_scope"], facts["cma_error"]
-    if error is None:
-        return UNKNOWN
-    value = "yes" if error == 0 else "no"
-    if scope is not None:
-        value += f", scope {scope}"
-    if not error or probe.host.slots == 1:
-        return Cell(value)
-    text = f"ranks on this host cannot read each other's memory (error {error}, ptrace_scope {scope}): MPI copies twice"
-    if scope:
-        return Cell(value, "warning", text, "sudo sysctl -w kernel.yama.ptrace_scope=0")
-    fix = "export OMPI_MCA_btl_vader_single_copy_mechanism=none  # or: docker run --cap-add=SYS_PTRACE"
-    return Cell(value, "warning", text, fix, "here")
-
-
-def check_open_files(probe: Probe, facts: Facts, scene: Scene) -> Cell:
-    limit = facts["open_files"][0]
-    needed = max(OPEN_FILES, OPEN_FILES // 2 + OPEN_FILES_PER_RANK * sum(p.host.slots for p in scene.probes))
-    if 0 <= limit < needed:
-        text = f"a process may open {limit} files: {needed} are enough for this number of ranks"
-        fix = "echo '* - nofile 65536' | sudo tee /etc/security/limits.d/90-nofile.conf"
-        level: Level = "error" if limit < needed // 4 else "warning"
-        return Cell(str(limit), level, text, fix)
-    if limit < 0:
-        return Cell("any")
-    return Cell(str(limit))
-
-
 def _size(mb: int) -> str:
     if mb >= 10240:
         return f"{mb / 1024:.0f} GB"
@@ -246,6 +179,4 @@ CHECKS = {
     "disk": Check(check_disk, (disk,)),
     "shared": Check(check_shared, (), may_lack=True),
     "/dev/shm": Check(check_shm, (shm_mb,)),
-    "CMA": Check(check_cma, (ptrace_scope, cma_error), may_lack=True),
-    "files": Check(check_open_files, (open_files,)),
 }

@@ -8,15 +8,13 @@ comes with the request, and they use what this file imports and defines, neither
 from __future__ import annotations
 
 import contextlib
-import ctypes  # noqa: F401 - for the functions that come with the request, as some others
-import fcntl  # noqa: F401
+import fcntl  # noqa: F401 - for the functions that come with the request, as some others
 import hashlib
 import importlib.util
 import ipaddress  # noqa: F401
 import json
 import os
 import re  # noqa: F401
-import resource  # noqa: F401
 import shutil
 import socket  # noqa: F401
 import struct  # noqa: F401
