@@ -1,15 +1,27 @@
 """Measuring and proving training.
 
-commands:  the commands of the lab, from init to data
-ranks:     calls a function on ranks and returns its result; what such functions begin with
-script:    a script with `ringtrain.fit` as the job of a command
-stats:     medians, spreads and the machine they are from, as JSON
-tables:    a table for the terminal
-init:      ringtrain init; first_job is the file that it writes
-bench_*:   ringtrain bench
-prove:     ringtrain prove: the runs; prove_checks: what they show; prove_rows, prove_seeded: on the ranks
-sweep:     ringtrain sweep; sweep_space: what it tries, and Optuna; sweep_trials: the trials on their slots
-files_*:   ringtrain data
-runs:      ringtrain runs, and what a run's folder has
-report:    ringtrain report; report_curves: charts and steps; page: HTML; postmortem: the verdict on a run
+commands:        the commands of the lab, from init to data
+ranks:           calls a function on ranks and returns its result; what such functions begin with
+script:          a script with `ringtrain.fit` as the job of a command
+stats:           medians, spreads and the machine they are from, as JSON
+tables:          a table for the terminal; page has it as HTML
+init:            ringtrain init
+first_job:       the job file that it writes
+bench_train:     ringtrain bench train
+bench_allreduce: ringtrain bench allreduce
+prove:           ringtrain prove: the runs
+prove_checks:    what the runs show, and the likely reason where something does not hold
+prove_rows:      a callback that records the samples of every step
+prove_seeded:    starts a script with a seed
+sweep:           ringtrain sweep
+sweep_space:     what it tries, and what Optuna keeps
+sweep_trials:    the trials on their slots
+files_show:      ringtrain data show
+files_index:     ringtrain data index
+files_convert:   ringtrain data convert
+runs:            ringtrain runs; reads a run's folder, also of a killed run
+postmortem:      all ranks' journals as one table, with a verdict
+report:          ringtrain report
+report_curves:   curves, and what a step's time went into
+page:            tables and charts as one HTML file
 """
