@@ -956,7 +956,7 @@ CALLBACK_CLASSES = {
         "class Stateful(keras.callbacks.Callback):",
         "    def __init__(self):",
         "        super().__init__()",
-        "        self.count, self.best, self.names = 0, np.inf, []",
+        "        self.count, self.best, self.names, self.scalar = 0, np.inf, [], np.float32(0)",
         "        self.losses, self.variable = np.zeros(9), keras.Variable(1.0)",
         "    def on_train_batch_end(self, batch, logs=None):",
         "        self.count += 1",
@@ -966,6 +966,7 @@ CALLBACK_CLASSES = {
         "        self.best, self.losses[epoch] = min(self.best, logs['loss']), logs['loss']",
         "        self.variable.assign(self.variable * 0.5 + self.count)",
         "        self.names.append(self.count)",
+        "        self.scalar += np.float32(self.scalar.nbytes)",
     ),
     "Decay": (
         "class Decay(keras.callbacks.Callback):",
@@ -1039,7 +1040,7 @@ def _callbacks(draw: Draw, task: Task, arguments: list[str]) -> tuple[list[str],
     if "Stateful()" in chosen:
         chosen[chosen.index("Stateful()")] = "stateful"
         lines.append("stateful = Stateful()")
-        of = "[stateful.count, stateful.best, stateful.names, stateful.losses, stateful.variable.numpy()]"
+        of = "[stateful.count, stateful.best, stateful.names, stateful.losses, stateful.scalar, stateful.variable]"
         results.append(f'results["stateful"] = {of}')
     for name, content in FILES.items():
         if any(name in one for one in chosen):
