@@ -49,7 +49,7 @@ class Training:
 
     def __init__(self, run: RunContext) -> None:
         if run.callback_state is not None:  # of ranks that change: those that stay may have a later state
-            run.callback_state.return_to_start()
+            run.callback_state.restore()
         self.run, self.callbacks = run, CallbacksOfRun(run)
         self.step_logs: Mapping[str, Any] = {}
 

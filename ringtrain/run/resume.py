@@ -57,7 +57,7 @@ class Start:
     """Logs of the last step, if the end of its epoch is to be made up for."""
     begun_epoch: int = -1
     """The epoch for which callbacks have seen `on_epoch_begin`, if ranks have changed since."""
-    callbacks: Sequence[Mapping[str, Any]] = ()
+    callbacks: callback_state.State = field(default_factory=lambda: ([], {}))
     """State of the callbacks of a script or of train.callbacks."""
     is_ended: bool = False
     """Whether a callback had asked for the end when the checkpoint was saved."""
@@ -310,7 +310,7 @@ def manifest_of(folder: Path | None) -> Mapping[str, Any]:
     return newest.manifest if newest else {}
 
 
-def callbacks_of(folder: Path) -> Sequence[Mapping[str, Any]]:
+def callbacks_of(folder: Path) -> callback_state.State:
     """Returns the state of the user's callbacks in the checkpoint that `restore` would find."""
     return _find(folder, must=True)[1].callbacks
 
@@ -343,9 +343,11 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
         frozen=saved.get("frozen"),
         frozen_as_compiled=saved.get("frozen_as_compiled"),
     )
-    states = saved.get("callbacks", ())
+    states = saved.get("callbacks", [])
     if states:
-        start = dataclasses.replace(start, callbacks=callback_state.loaded_callbacks(states, newest.arrays("state")))
+        arrays = newest.arrays("state")
+        of_callbacks = {name: arrays[name] for name in arrays if name.startswith(callback_state.PREFIX)}
+        start = dataclasses.replace(start, callbacks=(states, of_callbacks))
     return newest, start
 
 

@@ -317,9 +317,9 @@ def shard_of(numbers: Numbers) -> str:
 
 def restore_callbacks(callbacks: Sequence[Any], history: keras.callbacks.History, folder: Path) -> None:
     """Gives a script's callbacks and History what they had at the end of a run that was complete. Collective."""
-    states = hvd.on_rank_0(lambda: resume.callbacks_of(folder))
-    callback_state.restore_callbacks(on_rank(callbacks, hvd.rank()), states[:-1])
-    callback_state.restore_callbacks([history], states[-1:])
+    states, arrays = hvd.on_rank_0(lambda: resume.callbacks_of(folder))
+    callback_state.restore_callbacks(on_rank(callbacks, hvd.rank()), (states[:-1], arrays))
+    callback_state.restore_callbacks([history], (states[-1:], arrays))
 
 
 def validation_of(given: data.FitArguments, test: data.Split, batch_size: int, prefix: str) -> Validation:

@@ -134,7 +134,7 @@ class Elastic(Ring):
             sums = ()
             if scheduler.place.position:
                 sums = tuple(evaluation.states_of_metrics(state.model))
-        callbacks = self.callback_state.shared() if self.callback_state else ()
+        callbacks = self.callback_state.save() if self.callback_state else ([], {})
         state.start = dataclasses.replace(
             state.start,
             global_step=scheduler.global_step,
@@ -396,7 +396,7 @@ class Committer(keras.callbacks.Callback):
         """Gives all ranks the state of the callbacks that run on rank 0 only. Collective."""
         if self.of_rank_0 is None:
             return
-        states = self.of_rank_0.shared() if self.run.rank == 0 else []
-        states = hvd.broadcast_object(states, root_rank=0, name="ringtrain_callbacks_of_rank_0")
+        state = self.of_rank_0.save() if self.run.rank == 0 else ([], {})
+        state = hvd.broadcast_object(state, root_rank=0, name="ringtrain_callbacks_of_rank_0")
         if self.run.rank > 0:
-            self.of_rank_0.restore(states)
+            self.of_rank_0.restore(state)

@@ -239,13 +239,12 @@ PLANTED = (
     ),
     Mutant(
         *("callbacks begin anew", CALLBACKS),
-        'left.remove(state)\n            _set(callback, state["values"])',
-        'left.remove(state)\n            if kind == "History":\n                _set(callback, state["values"])',
+        *("if len(now) != len(before):", 'if len(now) != len(before) or kind != "History":'),
         *(RESUMED, LONG + r"&class Stateful"),
     ),
     Mutant(
         *("scalars of callbacks become plain numbers", CALLBACKS),
-        *('return {"scalar": value.item(), "dtype": value.dtype.str}', "return value.item()"),
+        *("return array.copy()[()]", "return array.copy() if array.ndim else array.item()"),
         *(RESUMED, r"(Temperature|Counting)\(\)&restore_best_weights"),
     ),
     Mutant(
