@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
+from keras.src.backend.tensorflow import trainer
 from numpy.typing import NDArray
 
-from ringtrain import data, keras_fit
-from ringtrain.errors import ConfigError, DataError, OutOfSync
-from ringtrain.predict_outputs import gathered
-from ringtrain.sources import ON_RANK_0, callbacks_in, classes_of
-
-if TYPE_CHECKING:
-    import keras
-
-    from ringtrain.run.evaluation import CallbacksOfAll
+from ringtrain import data, hvd, keras_fit
+from ringtrain.errors import ConfigError, DataError
+from ringtrain.hvd.keras_patches import has_weights
+from ringtrain.run import evaluation
+from ringtrain.sources import callbacks_in, on_rank
+from ringtrain.strategies.rows import errors_named
 
 
 @dataclass(frozen=True)
@@ -76,11 +73,7 @@ def evaluate(
         >>> loss, accuracy = ringtrain.evaluate(model, test_x, test_y)
     """
     given = _Given(x, y, sample_weight, batch_size, steps, verbose, callbacks)
-    with _as_called_by("ringtrain.evaluate"):
-        if _num_ranks() == 1:
-            x, batch_size = _for_keras(x, batch_size)
-            words = {"verbose": verbose, "sample_weight": sample_weight, "steps": steps, "callbacks": callbacks}
-            return model.evaluate(x, y, batch_size=batch_size, return_dict=return_dict, **words)
+    with errors_named("ringtrain.evaluate"):
         logs = _evaluate(model, given)
     return logs if return_dict else model._flatten_metrics_in_order(logs)
 
@@ -96,7 +89,7 @@ def predict(
     """Computes a model's outputs on all ranks, as `model.predict` does on one.
 
     Each rank computes some of the batches that one process has; all of them get all outputs, in the order of the rows.
-    Every rank calls it with the same data, and needs memory for twice the outputs. Rank 0's weights are used.
+    Every rank calls it with the same data, and needs memory for several times the outputs. Rank 0's weights are used.
 
     Args:
         model: Model, as `ringtrain.fit` has left it, or loaded from `runs/<name>/model.keras`.
@@ -119,62 +112,13 @@ def predict(
         >>> classes = ringtrain.predict(model, test_x).argmax(axis=1)
     """
     given = _Given(x, None, None, batch_size, steps, verbose, callbacks)
-    with _as_called_by("ringtrain.predict"):
-        if _num_ranks() == 1:
-            x, batch_size = _for_keras(x, batch_size)
-            return model.predict(x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks)
+    with errors_named("ringtrain.predict"):
         return _predict(model, given)
-
-
-@contextlib.contextmanager
-def _as_called_by(door: str) -> Iterator[None]:
-    """Context in which errors name the function that the script has called."""
-    from ringtrain.strategies.rows import errors_named
-
-    with errors_named(door):
-        yield
-
-
-def _num_ranks() -> int:
-    """Number of ranks. Starts Horovod, if neither `fit` nor the script has."""
-    from ringtrain import hvd
-
-    if not hvd.is_initialized():
-        keras_fit.start()
-    return int(hvd.size())
-
-
-def _for_keras(x: Any, batch_size: int | None) -> tuple[Any, int | None]:
-    """Data of one process as Keras takes them, and their batch size; None: they are batches, or it is Keras' own."""
-    x = _of_one(x)
-    if isinstance(x, data.Records):
-        return x.dataset(batch_size or data.BATCH_SIZE), None
-    return x, batch_size
-
-
-def _of_one(x: Any) -> Any:
-    """Data of one process."""
-    if isinstance(x, data.FromRank0):
-        return x.batches
-    if _is_function(x):
-        return x(0, 1)
-    return x
-
-
-def _is_function(x: Any) -> bool:
-    """Returns whether x is a function of rank and number of ranks."""
-    return callable(x) and not hasattr(x, "shape")
 
 
 def _evaluate(model: keras.Model, given: _Given) -> dict[str, Any]:
     """Metrics of all rows, by name. Collective."""
-    from ringtrain import hvd
-    from ringtrain.run import evaluation
-
     whole = _own_batches(model, given, model.test_step)
-    no_sums = whole.rows is not None and _has_own_metrics(model)
-    if no_sums:  # right without another way to combine their states
-        whole = hvd.run_together(lambda: _batches(given, given.x, 0, 1, model.steps_per_execution), of_script=True)
     callbacks = _callbacks(model, given, whole)
 
     def of_rank() -> tuple[dict[str, Any], dict[str, list[str]], list[NDArray[Any]]]:
@@ -184,37 +128,29 @@ def _evaluate(model: keras.Model, given: _Given) -> dict[str, Any]:
         names = evaluation.metrics_behind(logs, evaluation.results_of_metrics(model))
         if not callbacks.num_calls:
             _build(model.test_step, whole)  # metrics may still lack their variables
-        states = evaluation.states_of_metrics(model)
-        begins = []
-        for variable, state in zip(model.metrics_variables, states, strict=True):
-            begins.append(before.get(id(variable), np.zeros_like(state)))
-        if not callbacks.num_calls:  # Keras has tried to read a batch, and may have counted it
-            states = begins
-        if hvd.rank():  # what a reset leaves belongs to the sum once
-            states = [state - begin for state, begin in zip(states, begins, strict=True)]
+        states = []
+        for variable in model.metrics_variables:
+            state = variable.numpy()
+            begin = before.get(id(variable), np.zeros_like(state))
+            if not callbacks.num_calls:  # Keras has tried to read a batch, and may have counted it
+                state = begin
+            if hvd.rank():  # what a reset leaves belongs to the sum once
+                state = state - begin
+            states.append(state)
         return logs, names, states
 
     with hvd.during("evaluate"):
         logs, names, states = hvd.run_together(of_rank, of_script=True)
-    if not no_sums:
-        num_calls = _compared(whole, callbacks)
-        metrics = evaluation.over_all_ranks(model, 1, states)
-        # What a test_step returns besides metrics is that of the last batch, which one of the ranks has had.
-        last = max(range(hvd.size()), key=lambda rank: (num_calls[rank], rank))
-        of_ranks = hvd.allgather_object((logs, names), name="ringtrain_logs_of_last_batch")
-        logs, _ = of_ranks[last]
-        metric_of = evaluation.first_of_all(
-            [its_names for (_, its_names), calls in zip(of_ranks, num_calls, strict=True) if calls]
-        )
-        logs |= {name: metrics[metric] for name, metric in metric_of.items()}
+    _compare(whole, callbacks)
+    metrics = evaluation.over_all_ranks(model, 1, states)
+    of_last_batch = ((callbacks.num_calls, hvd.rank()), logs, names) if callbacks.num_calls else None
+    logs = evaluation.logs_of_all(metrics, of_last_batch)
     hvd.run_together(lambda: callbacks.end(logs), of_script=True)
     return logs
 
 
 def _predict(model: keras.Model, given: _Given) -> Any:
     """Outputs of all rows. Collective."""
-    from ringtrain import hvd
-
     whole = _own_batches(model, given, model.predict_step)
     callbacks = _callbacks(model, given, whole)
 
@@ -232,40 +168,74 @@ def _predict(model: keras.Model, given: _Given) -> Any:
 
     with hvd.during("evaluate"):
         hvd.run_together(of_rank, of_script=True)
-        _compared(whole, callbacks)
-        return gathered(callbacks.outputs, model.stop_predicting, whole.is_shard)
+        _compare(whole, callbacks)
+        return _joined(callbacks.outputs, model.stop_predicting, whole.is_shard)
+
+
+def _joined(outputs: Sequence[Any], is_stopped: bool, is_shard: bool) -> Any:
+    """Outputs of all ranks' calls, joined along their rows as by Keras. Collective.
+
+    Args:
+        outputs: Of each call of this rank.
+        is_stopped: Whether a callback has ended this rank's calls.
+        is_shard: Whether the ranks' calls follow each other, instead of alternating.
+    """
+    # In memory of the host: outputs of all ranks may be more than a GPU holds.
+    own = [tf.nest.map_structure(_in_memory, call) for call in outputs]
+    of_ranks = hvd.allgather_object((own, is_stopped), name="ringtrain_outputs")
+    received, ends = {}, []
+    for rank, (calls, is_stopped) in enumerate(of_ranks):
+        for number, call in enumerate(calls):
+            order = (rank, number) if is_shard else (number, rank)
+            received[order] = call
+        if is_stopped and calls:
+            ends.append(order)
+    # Up to the first call in which a callback has ended a rank's calls.
+    in_order = [received[order] for order in sorted(received) if not ends or order <= min(ends)]
+    with tf.device("CPU"):
+        return tf.nest.map_structure(_concatenated, *in_order)
+
+
+def _in_memory(output: Any) -> Any:
+    """Array of an output; ragged and sparse tensors stay what they are."""
+    return output.numpy() if isinstance(output, tf.Tensor) else output
+
+
+def _concatenated(*parts: Any) -> Any:
+    if isinstance(parts[0], np.ndarray) and len({part.shape[1:] for part in parts}) == 1:
+        return np.concatenate(parts)
+    return trainer.convert_to_np_if_not_ragged(trainer.potentially_ragged_concat(parts))
 
 
 def _own_batches(model: keras.Model, given: _Given, step: Callable[[Any], Any]) -> data.WholeBatches:
     """This rank's batches; afterwards, the model is built and has rank 0's weights. Collective."""
-    from ringtrain import hvd
-
-    x, per_call = given.x, model.steps_per_execution
+    if not hvd.is_initialized():
+        keras_fit.start()
+    x, rank, size = given.x, hvd.rank(), hvd.size()
     _, why_rank_0 = data.operations_by_rank(x)
     whole: Any = None
     if isinstance(x, data.FromRank0) or why_rank_0:
 
         def read() -> Any:
             nonlocal whole
-            whole = _batches(given, _of_one(x), 0, 1, per_call)
+            whole = _batches(model, given, x.batches if isinstance(x, data.FromRank0) else x)
             return whole.dataset.element_spec
 
         spec = data.read_on_rank_0(read)
         whole = whole or data.no_batches(spec)
-    elif _is_function(x):
-        whole = hvd.run_together(lambda: _batches(given, x(hvd.rank(), hvd.size()), 0, 1, per_call), of_script=True)
+    elif callable(x) and not hasattr(x, "shape"):
+        whole = hvd.run_together(lambda: _batches(model, given, x(rank, size)), of_script=True)
         whole.is_shard = True
     else:
-        whole = hvd.run_together(lambda: _batches(given, x, hvd.rank(), hvd.size(), per_call), of_script=True)
+        whole = hvd.run_together(lambda: _batches(model, given, x, rank, size), of_script=True)
         _require_alike(hvd.allgather_object(whole.checksum, name="ringtrain_checksum_of_data"))
-    _share_weights(model, lambda: _build(step, whole))
+    hvd.run_together(lambda: has_weights(model) or _build(step, whole), of_script=True)
+    hvd.broadcast_variables(model.weights, root_rank=0)
     return whole
 
 
-def _batches(given: _Given, x: Any, rank: int, size: int, per_call: int) -> data.WholeBatches:
+def _batches(model: keras.Model, given: _Given, x: Any, rank: int = 0, size: int = 1) -> data.WholeBatches:
     """Batches of a rank, of data that Keras takes."""
-    import keras
-
     for argument in ("batch_size", "steps"):
         number = getattr(given, argument)
         if number is not None and number < 1:
@@ -273,79 +243,31 @@ def _batches(given: _Given, x: Any, rank: int, size: int, per_call: int) -> data
     steps, limit = given.steps, keras.config.max_steps_per_epoch()
     if limit:
         steps = min(steps or limit, limit)
+    per_call = model.steps_per_execution
     return data.whole_batches(x, given.y, given.sample_weight, given.batch_size, steps, rank, size, per_call)
 
 
 def _build(step: Callable[[Any], Any], whole: data.WholeBatches) -> None:
     """Builds the model, and its metrics if `step` updates them, without reading a batch."""
-    import tensorflow as tf
-
     tf.function(step).get_concrete_function(whole.dataset.element_spec)
 
 
-def _share_weights(model: keras.Model, build: Callable[[], None]) -> None:
-    """Gives the model rank 0's weights, if those of the ranks differ. Collective."""
-    from ringtrain import hvd
-    from ringtrain.hvd.keras_patches import has_weights
-
-    def checksums() -> tuple[str, bytes]:
-        if not has_weights(model):
-            build()
-        digest = hashlib.sha256()
-        for variable in model.weights:
-            digest.update(np.ascontiguousarray(variable.numpy()).tobytes())
-        return str([(variable.shape, variable.dtype) for variable in model.weights]), digest.digest()
-
-    own = hvd.run_together(checksums, of_script=True)
-    of_ranks = hvd.allgather_object(own, name="ringtrain_checksum_of_weights")
-    for rank, (shapes, _) in enumerate(of_ranks):
-        if shapes != of_ranks[0][0]:
-            raise OutOfSync(f"rank {rank} has a model with other weights than rank 0: build the same one on every rank")
-    if len(set(of_ranks)) > 1:
-        hvd.broadcast_variables(model.weights, root_rank=0)
-
-
-def _has_own_metrics(model: keras.Model) -> bool:
-    """Returns whether a model has metrics of the script's own, whose states may be no sums over rows; says so."""
-    from ringtrain import hvd
-    from ringtrain.hvd.keras_patches import metrics_of_script
-
-    names = metrics_of_script(model)
-    if names and hvd.rank() == 0:
-        text = f"{', '.join(names)}: the state of this metric may be no sum over rows: every rank evaluates all of them"
-        print(f"ringtrain: evaluate: {text}", file=sys.stderr, flush=True)
-    return bool(names)
-
-
-def _callbacks(model: keras.Model, given: _Given, whole: data.WholeBatches) -> CallbacksOfAll:
+def _callbacks(model: keras.Model, given: _Given, whole: data.WholeBatches) -> evaluation.CallbacksOfAll:
     """The script's callbacks that run on this rank, with progress on rank 0."""
-    from ringtrain import hvd
-    from ringtrain.run.evaluation import CallbacksOfAll
-
-    callbacks = [*callbacks_in(given.callbacks)]
-    if hvd.rank():
-        callbacks = [callback for callback in callbacks if not classes_of(callback) & {*ON_RANK_0}]
-    return CallbacksOfAll(
-        callbacks,
-        add_progbar=given.verbose != 0 and hvd.rank() == 0,
-        verbose=given.verbose,
-        epochs=1,
-        steps=whole.num_batches,
-        model=model,
-    )
+    callbacks = on_rank(callbacks_in(given.callbacks), hvd.rank())
+    shows = given.verbose != 0 and hvd.rank() == 0
+    more: dict[str, Any] = {"verbose": given.verbose, "epochs": 1, "steps": whole.num_batches, "model": model}
+    return evaluation.CallbacksOfAll(callbacks, add_progbar=shows, **more)
 
 
-def _compared(whole: data.WholeBatches, callbacks: CallbacksOfAll) -> list[int]:
-    """Number of calls of each rank; raises DataError if ranks have read other batches. Collective."""
-    from ringtrain import hvd
-
+def _compare(whole: data.WholeBatches, callbacks: evaluation.CallbacksOfAll) -> None:
+    """Raises DataError if ranks have read other batches, or none. Collective."""
     read = [] if whole.is_shard else list(whole.read.values())
     of_ranks = hvd.allgather_object((callbacks.num_calls, read), name="ringtrain_batches_read")
     if not any(num_calls for num_calls, _ in of_ranks):
         raise DataError("ringtrain.fit: got data without batches, expected at least one")
     num_read = min(len(of_rank) for _, of_rank in of_ranks)  # prefetching goes beyond a rank's last batch
     _require_alike([tuple(of_rank[:num_read]) for _, of_rank in of_ranks])
-    return [num_calls for num_calls, _ in of_ranks]
 
 
 def _require_alike(of_ranks: Sequence[Any]) -> None:

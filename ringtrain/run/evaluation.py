@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
 
 
+LogsOfRank = tuple[tuple[int, int], dict[str, Any], dict[str, list[str]]]
+"""place of a rank's last batch among those of all ranks, Keras' logs, and the metrics of which they may be"""
+
+
 class Evaluation(keras.callbacks.Callback):
     """Adds the metrics of all ranks to an epoch's logs, and those of the test samples with the prefix of `Validation`.
 
@@ -57,8 +61,8 @@ class Evaluation(keras.callbacks.Callback):
         """that sum"""
         self.results: dict[str, Any] = {}
         """of this rank's metrics at the last sum"""
-        self.evaluated_logs: tuple[dict[str, Any], dict[str, list[str]]] | None = None
-        """of this rank's last evaluation, and the metrics of which they may be; None: it had no samples"""
+        self.evaluated_logs: LogsOfRank | None = None
+        """of this rank's last evaluation; None: it had no samples"""
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Lets shuffles, which training data may share, take the orders of earlier evaluations before any of theirs."""
@@ -133,14 +137,7 @@ class Evaluation(keras.callbacks.Callback):
                 for rows, sums in zip(values, part, strict=True):
                     rows[number] = sums
         metrics = self.summed(num_samples, values)
-        # What a test_step returns besides metrics is that of the last batch, as in Keras.
-        of_ranks = hvd.allgather_object(self.evaluated_logs, name="ringtrain_logs_of_evaluation")
-        had_samples = [of_rank for of_rank in of_ranks if of_rank is not None]
-        last, _ = had_samples[-1]
-        metric_of = first_of_all([names for _, names in had_samples])
-        for name, value in last.items():
-            if name in metric_of:
-                value = metrics[metric_of[name]]
+        for name, value in logs_of_all(metrics, self.evaluated_logs).items():
             logs[f"{self.run.validation.prefix}{name}"] = value
         self.seconds += time.perf_counter() - begin_s
 
@@ -220,7 +217,7 @@ class Evaluation(keras.callbacks.Callback):
             names = metrics_behind(logs, results_of_metrics(self.model))
             if callbacks.num_calls > calls_before:  # else all of its samples are unreadable
                 callbacks.logs = logs
-                self.evaluated_logs = logs, names
+                self.evaluated_logs = (shard.stop, self.run.rank), logs, names
         else:
             self.test.pass_over_shards(1)
             self.model.reset_metrics()
@@ -364,6 +361,22 @@ def first_of_all(of_ranks: Sequence[Mapping[str, list[str]]]) -> dict[str, str]:
             if all(metric in of_rank.get(name, ()) for of_rank in of_ranks):
                 metric_of[name] = metric
     return metric_of
+
+
+def logs_of_all(metrics: Mapping[str, Any], of_rank: LogsOfRank | None) -> dict[str, Any]:
+    """Logs of all ranks' evaluation. Collective.
+
+    What a test_step returns besides metrics is that of the last batch, as in Keras.
+
+    Args:
+        metrics: Of all ranks.
+        of_rank: Of this rank's evaluation; None: it had no batch.
+    """
+    of_ranks = hvd.allgather_object(of_rank, name="ringtrain_logs_of_evaluation")
+    had_batches = [one for one in of_ranks if one is not None]
+    _, logs, _ = max(had_batches, key=lambda one: one[0])
+    metric_of = first_of_all([names for _, _, names in had_batches])
+    return {**logs, **{name: metrics[metric] for name, metric in metric_of.items()}}
 
 
 def _is_equal(value: Any, result: Any) -> bool:

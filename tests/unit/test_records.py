@@ -21,7 +21,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 import ringtrain
-from ringtrain import from_rank_0, keras_evaluate
+from ringtrain import from_rank_0
 from ringtrain.data import blocks
 from ringtrain.data.block_cache import BlockCache, num_bytes
 from ringtrain.data.parts import Parts
@@ -254,9 +254,8 @@ def test_arguments_that_would_be_taken_for_others(folder: Path) -> None:
             Records(**{"files": folder, "inputs": "x", **arguments})
 
 
-def test_one_process_evaluates_rows_of_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_evaluates_rows_of_files(folder: Path) -> None:
     """As several ranks do, which divide the rows."""
-    monkeypatch.setattr(keras_evaluate, "_num_ranks", lambda: 1)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
     model.compile("sgd", "mae")
     rows = Records(folder, inputs="x", target="id")
