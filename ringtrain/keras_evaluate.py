@@ -229,7 +229,12 @@ def _own_batches(model: keras.Model, given: _Given, step: Callable[[Any], Any]) 
     else:
         whole = hvd.run_together(lambda: _batches(model, given, x, rank, size), of_script=True)
         _require_alike(hvd.allgather_object(whole.checksum, name="ringtrain_checksum_of_data"))
-    hvd.run_together(lambda: has_weights(model) or _build(step, whole), of_script=True)
+
+    def build() -> None:
+        if not has_weights(model):
+            _build(step, whole)
+
+    hvd.run_together(build, of_script=True)
     hvd.broadcast_variables(model.weights, root_rank=0)
     return whole
 

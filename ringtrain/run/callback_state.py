@@ -1,4 +1,4 @@
-"""State of the user's callbacks: attributes that are numbers, texts, arrays, variables, lists, tuples and dicts of these.
+"""State of callbacks: attributes that are numbers, texts, arrays and variables, and lists, tuples and dicts of these.
 
 Of Keras' metrics, layers and models, the state is their variables. A value is kept as one for JSON, in which arrays and
 variables are names of arrays. A name follows from the content, so that equal values are equal.
