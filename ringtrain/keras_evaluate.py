@@ -17,7 +17,8 @@ from ringtrain import data, hvd, keras_fit
 from ringtrain.errors import ConfigError, DataError
 from ringtrain.hvd.keras_patches import has_weights
 from ringtrain.run import evaluation
-from ringtrain.sources import callbacks_in, on_rank
+from ringtrain.run.context import on_rank
+from ringtrain.sources import callbacks_in
 from ringtrain.strategies.rows import errors_named
 
 
@@ -198,12 +199,15 @@ def _joined(outputs: Sequence[Any], is_stopped: bool, is_shard: bool) -> Any:
 
 def _in_memory(output: Any) -> Any:
     """Array of an output; ragged and sparse tensors stay what they are."""
-    return output.numpy() if isinstance(output, tf.Tensor) else output
+    return np.asarray(output) if isinstance(output, tf.Tensor) else output
 
 
 def _concatenated(*parts: Any) -> Any:
-    if isinstance(parts[0], np.ndarray) and len({part.shape[1:] for part in parts}) == 1:
-        return np.concatenate(parts)
+    """Outputs of calls along their rows, as Keras joins them."""
+    if isinstance(parts[0], np.ndarray):
+        if parts[0].ndim and len({part.shape[1:] for part in parts}) == 1:
+            return np.concatenate(parts)
+        parts = tuple(map(tf.constant, parts))
     return trainer.convert_to_np_if_not_ragged(trainer.potentially_ragged_concat(parts))
 
 

@@ -21,6 +21,7 @@ from ringtrain.config import Config, changed_options, with_values
 from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.monitor import journal
 from ringtrain.protocol.for_script import ForScript
+from ringtrain.run.context import classes_of
 
 if TYPE_CHECKING:
     import keras
@@ -352,7 +353,7 @@ def _config(model: keras.Model, name: str, options: Config, arguments: data.FitA
         )
     # These would write and resume on each rank by itself, beside the run that does it for all.
     for callback in arguments.callbacks:
-        why = next((REFUSED[name] for name in sources.classes_of(callback) if name in REFUSED), "")
+        why = next((REFUSED[name] for name in classes_of(callback) if name in REFUSED), "")
         if why:
             raise ConfigError(f"ringtrain.fit: leave out {type(callback).__name__}: {why}")
     # What is known before the data are read; `sources.script.adopt` adds sizes and learning rate. A command that has

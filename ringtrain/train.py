@@ -145,7 +145,7 @@ def to_the_end(process: Process) -> tuple[RunContext | None, Mapping[str, Any], 
     """Trains a run to its end; returns it, None if it was complete already, its summary, and the exit code."""
     # After each change of ranks, they agree again: on the state of the one that is furthest.
     if process.strategy.ranks_change:
-        from ringtrain import elastic
+        from ringtrain.strategies import elastic
 
         return elastic.run(process, functools.partial(_from_agreement, process))
     return _from_agreement(process)

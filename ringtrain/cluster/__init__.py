@@ -9,7 +9,6 @@ environment:    variables of the launching environment that reach ranks
 plans:          the command line of each launcher
 horovod_driver: horovodrun with its network services restricted to the job
 rank_process:   a process that horovodrun starts: output, exit code, and the signal that ends it
-elastic_slots:  slots as hosts of their own, for Horovod's elastic driver
 sync:           `--sync`: the project and the environment for all hosts, by rsync
 supervisor:     runs a plan and supervises it: placement, output, first failure, clean-up
 agents:         host agents at the launcher: processes, connections and messages
@@ -18,7 +17,7 @@ processes:      starts programs, and writes a plan's files
 host_agent:     a shell script on every host that forwards signals and cleans up
 exit_cause:     why a job ended, and its exit code
 restart:        whether a failed job runs again, when, and on which of its hosts
-elastic:        a job whose hosts join and leave
+elastic:        a job whose hosts join and leave, and its slots for Horovod's elastic driver
 doctor:         checks every host before a job
 spark:          Spark's executors as hosts
 """

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from ringtrain.cluster import elastic_slots, host_agent, processes, rank_process
+from ringtrain.cluster import elastic, host_agent, processes, rank_process
 from ringtrain.cluster.doctor.software import horovod_operations
 from ringtrain.errors import LaunchError
 from ringtrain.protocol import plain_pickle
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except RuntimeError as error:
         if not str(error).startswith("Horovod detected that"):  # a rank failed
             raise
-        sys.exit(elastic_slots.readable(str(error)))
+        sys.exit(elastic.readable(str(error)))
 
 
 def install(exported: set[str], grace_s: float = 0.0) -> None:
@@ -83,7 +83,7 @@ def install(exported: set[str], grace_s: float = 0.0) -> None:
     mpi_run.env_util.is_exportable = exported.__contains__
     remote.SSH_COMMAND_PREFIX = shlex.join(host_agent.ssh(CONNECT_TIMEOUT_S))
     driver_service.get_common_interfaces = common_interfaces
-    elastic_slots.install()
+    elastic.install()
     rendezvous = make_rendezvous()
     gloo_run.RendezvousServer = rendezvous
     exported_values: dict[str, str] = {}
@@ -155,7 +155,7 @@ def common_interfaces(settings: Any, hosts: Sequence[str], remote_hosts: Any = N
 
     if settings.nics:
         return set(settings.nics)
-    hosts = list(dict.fromkeys(map(elastic_slots.host_of, hosts)))
+    hosts = list(dict.fromkeys(map(elastic.host_of, hosts)))
     others = remote_hosts
     if remote_hosts is None:
         others = driver_service.network.filter_local_addresses(hosts)
@@ -217,18 +217,18 @@ def make_rendezvous() -> Any:
 
         def init(self, slots: Sequence[Any]) -> None:
             """Called with the placement of ranks at the start, and after each change."""
-            self.placement = elastic_slots.placement(slots)
+            self.placement = elastic.placement(slots)
             super().init(list(self.placement.values()))
 
         def variables(self, slot: Any) -> dict[str, str]:
             """Variables of one rank, of which none is secret."""
             values: dict[str, str] = gloo_run.create_slot_env_vars(self.placement[slot.hostname, slot.local_rank])
-            if elastic_slots.MARK in slot.hostname:
+            if elastic.MARK in slot.hostname:
                 if slot.hostname not in self.names:
                     self.names.append(slot.hostname)
                 # In place of the port, which ranks append to the secret.
                 values["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(self.names.index(slot.hostname))
-                values[SLOT] = str(elastic_slots.number_of(slot.hostname))
+                values[SLOT] = str(elastic.number_of(slot.hostname))
             return values
 
         def listen(self, address: str) -> str:
@@ -273,7 +273,7 @@ def guarded(handler: Any, token: str, names: Sequence[str] = ()) -> Any:
             if not is_right or int(length) > plain_pickle.MAX_BYTES:
                 return self._refuse(400)
             self.server.trust(self.connection)  # its answer may have to wait for other ranks
-            if rest[0] in elastic_slots.SCOPES and int(number) < len(names):
+            if rest[0] in elastic.SCOPES and int(number) < len(names):
                 rest[1] = f"{names[int(number)]}:0"
             self.path = "/" + "/".join(rest)
             return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -38,6 +38,20 @@ T = TypeVar("T")
 def alone(action: Callable[[], T]) -> T:
     """Runs an action on this rank, in place of `hvd.run_together` where other ranks may be training."""
     return action()
+
+
+ON_RANK_0 = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "ProgbarLogger")
+"""Keras' callbacks that write files or show progress."""
+
+
+def on_rank(callbacks: Sequence[Any], rank: int) -> list[Any]:
+    """Callbacks of a script that run on a rank."""
+    return [one for one in callbacks if rank == 0 or not classes_of(one) & {*ON_RANK_0}]
+
+
+def classes_of(callback: Any) -> set[str]:
+    """Names of the class of an object and of those that it derives from."""
+    return {kind.__name__ for kind in type(callback).__mro__}
 
 
 @dataclass(frozen=True, kw_only=True)

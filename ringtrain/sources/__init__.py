@@ -8,7 +8,6 @@ unlike:       what of a model is not the same on several ranks as in one process
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 OPTIONS = (
@@ -31,18 +30,6 @@ OPTIONS = (
     "train.virtual_ranks",
 )
 """Options of a configuration that a script may set; the others are arguments of `fit`, or the script's own."""
-ON_RANK_0 = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "ProgbarLogger")
-"""Keras' callbacks that write files or show progress."""
-
-
-def on_rank(callbacks: Sequence[Any], rank: int) -> list[Any]:
-    """Callbacks of a script that run on a rank."""
-    return [one for one in callbacks if rank == 0 or not classes_of(one) & {*ON_RANK_0}]
-
-
-def classes_of(callback: Any) -> set[str]:
-    """Names of the class of an object and of those that it derives from."""
-    return {kind.__name__ for kind in type(callback).__mro__}
 
 
 def callbacks_in(callbacks: Any) -> tuple[Any, ...]:

@@ -23,10 +23,10 @@ from ringtrain.optim.optimizers import first_and_largest_rate
 from ringtrain.protocol.cores import num_threads
 from ringtrain.protocol.for_script import ForScript
 from ringtrain.run import callback_state, consistency, devices, identity, model_state, resume
-from ringtrain.run.context import Job, Process, Validation
+from ringtrain.run.context import ON_RANK_0, Job, Process, Validation, classes_of, on_rank
 from ringtrain.run.devices import Pinning
 from ringtrain.run.from_checkpoint import FromCheckpoint
-from ringtrain.sources import ON_RANK_0, OPTIONS, classes_of, on_rank, script_model
+from ringtrain.sources import OPTIONS, script_model
 from ringtrain.sources.unlike import own_code
 from ringtrain.strategies.base import Strategy
 

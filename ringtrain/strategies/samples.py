@@ -76,19 +76,19 @@ def _shards_of_virtual_ranks(run: RunContext) -> BatchesOf:
     def batches_of(epoch: int, first_step: int) -> tuple[tf.data.Dataset, int]:
         position = first_step * numbers.samples_per_step
         end = epoch + 1 if position else run.config.train.epochs
-        return dealt(run, range(epoch, end), numbers.global_batch_size, position), end
+        return dealt(run, range(epoch, end), position), end
 
     return batches_of
 
 
-def dealt(run: RunContext, epochs: range, dealt_by: int, position: int) -> tf.data.Dataset:
+def dealt(run: RunContext, epochs: range, position: int) -> tf.data.Dataset:
     """Batches of this rank for the rest of an epoch, or whole epochs, whatever ranks trained before: see data."""
     numbers, has_virtual_ranks = run.numbers, run.config.train.virtual_ranks > 0
     return data.dealt_batches(
         run.data_set.train,
         epochs,
         run.config.seed,
-        dealt_by,
+        numbers.global_batch_size,
         position,
         numbers.samples_per_step,
         run.rank,

@@ -1,6 +1,6 @@
 """An elastic job on hosts that come, go and fail, whose ranks are killed at any moment: what must hold.
 
-Production code runs on both sides. Of the launcher: supervisor.py, agents.py, elastic.py, elastic_slots.py,
+Production code runs on both sides. Of the launcher: supervisor.py, agents.py, elastic.py,
 horovod_driver.py, restart.py and the loop of attempts, with Horovod's elastic driver, unmodified (horovodrun.py). Of
 the ranks: see training.py; Horovod's C++ core is modeled in members.py, hosts and their agents in cluster.py.
 """

@@ -10,11 +10,10 @@ from simulation.elastic import simulate
 from simulation.elastic_faults import disturb
 from simulation.planted import Defect, seeds_to_find, text
 
-from ringtrain import elastic, hvd, train
+from ringtrain import hvd, train
 from ringtrain.cluster import elastic as of_launcher
-from ringtrain.cluster import elastic_slots
 from ringtrain.run import resume
-from ringtrain.strategies import elastic as strategy
+from ringtrain.strategies import elastic
 
 
 def nothing(*_: Any) -> None: ...
@@ -46,7 +45,7 @@ def hasty(*_: Any) -> Any:
     return Hasty
 
 
-MAKE_DRIVER = elastic_slots.make_driver
+MAKE_DRIVER = of_launcher.make_driver
 State, Launcher = hvd.elastic.SharedKerasState, of_launcher.ElasticSupervisor
 FURTHEST = "root = progress.index(max(progress))"
 BEHIND = "variable.assign(value)"
@@ -57,21 +56,21 @@ DEFECTS = {
     "rank 0 gives its state, not the one that is furthest": text(State, "sync", (FURTHEST, "root = 0")),
     "a failed sync leaves half of a state": text(State, "sync", (BEHIND, "pass")),
     "a step that failed is not undone": text(
-        strategy.Elastic, "settle", ("bool(self.step and self.step.undo())", "bool(self.step)")
+        elastic.Elastic, "settle", ("bool(self.step and self.step.undo())", "bool(self.step)")
     ),
     "an agreed stop is forgotten": Defect(elastic, "_common", lambda endings: resume.Ending()),
-    "an epoch that has ended stays open": text(strategy.BatchScheduler, "close_epoch", (CLOSED, "pass")),
-    "journals are not written before a change": text(strategy.Elastic, "settle", ("scheduler.write_down()", "pass")),
+    "an epoch that has ended stays open": text(elastic.BatchScheduler, "close_epoch", (CLOSED, "pass")),
+    "journals are not written before a change": text(elastic.Elastic, "settle", ("scheduler.write_down()", "pass")),
     "a generation is noted before its journal is open": text(
         train, "agree", (f"{HOSTS}\n\n    # Run", "\n    # Run"), (LOG, f"{LOG}\n{HOSTS}")
     ),
     "commits do not ask for hosts": Defect(State, "check_host_updates", nothing),
     "local ranks have gaps": text(
-        elastic_slots, "placement", ("local_rank=local_rank,", "local_rank=number_of(slot.hostname),")
+        of_launcher, "placement", ("local_rank=local_rank,", "local_rank=number_of(slot.hostname),")
     ),
-    "a slot whose process has exited stays empty": Defect(elastic_slots, "make_driver", none_empty),
-    "a change is announced only once": Defect(elastic_slots, "make_driver", terse),
-    "an exit is noted while ranks are assigned": Defect(elastic_slots, "make_driver", hasty),
+    "a slot whose process has exited stays empty": Defect(of_launcher, "make_driver", none_empty),
+    "a change is announced only once": Defect(of_launcher, "make_driver", terse),
+    "an exit is noted while ranks are assigned": Defect(of_launcher, "make_driver", hasty),
     "a lost host stays listed": text(
         Launcher,
         "_check_agents",

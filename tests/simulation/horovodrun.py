@@ -1,6 +1,6 @@
 """horovodrun of an elastic job in virtual time: Horovod's own driver and ringtrain's around it, on simulated hosts.
 
-The code of `ringtrain.cluster.horovod_driver`, `elastic_slots` and Horovod's runner runs as it is, from the command
+The code of `ringtrain.cluster.horovod_driver`, `elastic` and Horovod's runner runs as it is, from the command
 line on. Modeled are, by observed behavior:
 
 - ssh and the shells of ranks: they connect in time or not at all, give up a silent host after 15 s, forward no signal,

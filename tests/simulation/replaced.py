@@ -26,12 +26,12 @@ from simulation.members import Member
 from simulation.training import Kept, Model
 from simulation.world import World, in_place
 
-from ringtrain import elastic, hvd, train
+from ringtrain import hvd, train
 from ringtrain.cluster import elastic as of_launcher
 from ringtrain.cluster import horovod_driver, host_agent, rank_process, supervisor
 from ringtrain.errors import RingtrainError
 from ringtrain.run import loop, model_state, resume, stopping
-from ringtrain.strategies import elastic as strategy
+from ringtrain.strategies import elastic
 from ringtrain.strategies.ring import Ring
 
 
@@ -303,7 +303,7 @@ def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
         step_timing=tracker,
         optimizers_of=lambda model: [optimizer],
     )
-    for module in (elastic, strategy, stopping, loop):
+    for module in (elastic, stopping, loop):
         yield module, "hvd", names
 
     def report_recovery() -> None:
@@ -335,8 +335,8 @@ def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
     found = SimpleNamespace(Start=resume.Start, Ending=resume.Ending, source_of=lambda _: (None, False))
     found.manifest_of = manifest_of
     yield elastic, "resume", found
-    yield strategy, "evaluation", SimpleNamespace(states_of_metrics=lambda _: ())
-    yield strategy, "Snapshot", training.Snapshot
+    yield elastic, "evaluation", SimpleNamespace(states_of_metrics=lambda _: ())
+    yield elastic, "Snapshot", training.Snapshot
     yield Ring, "training", training.steps
     unchanged = SimpleNamespace(
         restore_callbacks=lambda *_: None, unchanged_afterwards=lambda *_: contextlib.nullcontext()
@@ -367,7 +367,7 @@ def replaced(world: World, cluster: Any) -> Iterator[None]:
     """Gives launcher, horovodrun and ranks the simulated world."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(in_place(world, of_launcher, driver, discovery, timeout, gloo_run))
-        stack.enter_context(in_place(world, elastic, strategy, stopping))
+        stack.enter_context(in_place(world, elastic, stopping))
         values = [*_of_launcher(cluster), *_of_horovodrun(world, cluster), *_of_ranks(world)]
         for module, name, value in values:
             stack.enter_context(mock.patch.object(module, name, value, create=name == "print"))

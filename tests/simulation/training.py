@@ -1,7 +1,7 @@
 """Ranks of an elastic job in virtual time: the code of a run around a model whose state says what it has trained.
 
-Of production, these run: `ringtrain.elastic`, `hvd.elastic` (its loop, the shared state, commits), the strategy with
-its scheduler and committer, `train.agree`, the agreement on stops, and the loop of epochs. The rest of a run is modeled
+Of production, these run: `hvd.elastic` (its loop, the shared state, commits), the strategy with its scheduler and
+committer, `train.agree`, the agreement on stops, and the loop of epochs. The rest of a run is modeled
 as far as it communicates or can be interrupted: evaluation, checkpoints, results, and the lock of the folder.
 
 Weights and slots are each the list of the rows of all steps that they have seen: one that trained a row twice, or not
@@ -21,7 +21,7 @@ import keras
 from simulation.members import Aborted, Member
 from simulation.world import Gone
 
-from ringtrain import elastic, hvd
+from ringtrain import hvd
 from ringtrain import train as main_path
 from ringtrain.config import Config
 from ringtrain.errors import RunDirectoryError, exit_code_of
@@ -29,7 +29,7 @@ from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.failures import failure_of
 from ringtrain.run import loop, stopping
 from ringtrain.run.context import Job, Process, RunContext
-from ringtrain.strategies import elastic as strategies
+from ringtrain.strategies import elastic
 
 Rows = tuple[int, int, int]
 """epoch, first row, row after the last"""
@@ -96,7 +96,7 @@ class Snapshot:
             variable.assign(value)
 
 
-class Strategy(strategies.Elastic):
+class Strategy(elastic.Elastic):
     """The elastic strategy; what its base class does to train is `steps`."""
 
     def __init__(self, config: Config, member: Member) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from ringtrain import config_io, keras_fit, sources
 from ringtrain.errors import ConfigError
+from ringtrain.run import context
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -198,5 +199,5 @@ def test_the_table_of_figures_is_what_the_bench_has_measured() -> None:
 def test_the_page_of_fit_names_what_fit_takes_and_refuses() -> None:
     page = (ROOT / "docs" / "fit.md").read_text()
     options = [option.rstrip(".") for option in sources.OPTIONS]
-    named = [*options, *keras_fit.STRATEGIES, *keras_fit.REFUSED, *set(sources.ON_RANK_0) - {"ProgbarLogger"}]
+    named = [*options, *keras_fit.STRATEGIES, *keras_fit.REFUSED, *set(context.ON_RANK_0) - {"ProgbarLogger"}]
     assert [name for name in named if f"`{name}`" not in page] == []
