@@ -63,8 +63,6 @@ def run(process: Process, from_agreement: Callable[[], Any]) -> Any:
 class Place:
     """Position of an elastic run; part of the state that ranks share."""
 
-    planned_ranks: int
-    """Number of ranks whose global batch is kept."""
     num_ranks: int = 0
     """Number since the last change; 0: not started."""
     epoch: int = 0
@@ -116,13 +114,14 @@ class OtherRanks:
             strategy.synced,
             folder="",
             records="",
-            place=Place(planned_ranks=num_ranks),
+            place=Place(),
+            numbers=self._job.numbers,
             start=resume.Start(),
             progress=-1,
         )
 
     def read_job(self, process: Process) -> Job:
-        """The job with the numbers of the current ranks, or of those whose global batch is kept."""
+        """The job with the numbers of the first ranks, whose global batch is kept."""
         state = self.state
         if hvd.rank():
             process.lock.release(to_own_job=True)  # the current rank 0 takes it
@@ -133,15 +132,14 @@ class OtherRanks:
         if not state.folder:
             folder, _ = resume.source_of(config)
             self._saved = hvd.on_rank_0(lambda: resume.manifest_of(folder))
-            planned = num_ranks
-            if self._saved and self._saved["numbers"]["batch_size"] == config.train.batch_size:
-                planned = self._saved["numbers"]["num_ranks"]
-            state.place = dataclasses.replace(state.place, planned_ranks=planned)
-        numbers = hvd.run_together(lambda: _numbers(config, self._job, state.place.planned_ranks))
+            saved = self._saved.get("numbers", {})
+            if saved.get("batch_size") == config.train.batch_size:
+                num_ranks = saved["num_ranks"]
+            state.numbers = hvd.run_together(lambda: _numbers(config, self._job, num_ranks))
         users = self._job.users_callbacks
         if self._job.all_callbacks:
             users = on_rank(self._job.all_callbacks, hvd.rank())
-        return dataclasses.replace(self._job, numbers=numbers, users_callbacks=users)
+        return dataclasses.replace(self._job, numbers=state.numbers, users_callbacks=users)
 
     def add_model(self, process: Process, job: Job) -> None:
         """Does nothing: the model exists."""
@@ -168,7 +166,7 @@ class OtherRanks:
             state.folder = str(from_checkpoint.make_folder(process, job.numbers, start))
             state.start, state.progress = start, progress(start.global_step)
             place = _place_of(self._saved, start, job)
-            state.place = Place(state.place.planned_ranks, started=time.time(), **place)
+            state.place = Place(started=time.time(), **place)
         folder = Path(state.folder)
         numbers, records = job.numbers, state.records
         hvd.on_rank_0(lambda: from_checkpoint.take_over(process, folder, numbers, records))
@@ -206,13 +204,10 @@ def _place_of(saved: Mapping[str, Any], start: resume.Start, job: Job) -> dict[s
         return {}
     if "elastic" in saved:
         return {**saved["elastic"], "resizes": tuple(saved["elastic"]["resizes"])}
-    steps, batch = saved["numbers"]["steps_per_epoch"], saved["numbers"]["global_batch_size"]
-    epoch, step = divmod(start.global_step, steps)
-    if not job.data_set.train.has_classes:
-        batch = job.numbers.samples_per_step
-        length = rows_of_epoch(job, epoch)
-        return {"epoch": epoch, "position": step * batch, "length": length * (step > 0)}
-    return {"epoch": epoch, "position": step * batch, "length": steps * batch}
+    epoch, step = divmod(start.global_step, saved["numbers"]["steps_per_epoch"])
+    if not step:
+        return {"epoch": epoch}
+    return {"epoch": epoch, "position": step * job.numbers.samples_per_step, "length": rows_of_epoch(job, epoch)}
 
 
 def _resized(state: Any, strategy: Elastic, process: Process) -> tuple[str, dict[str, Any]]:
@@ -514,7 +509,7 @@ class BatchScheduler(resume.Clock):
 
     def note_place(self) -> None:
         """Puts the position into the facts of the next checkpoint."""
-        not_saved = ("planned_ranks", "num_ranks", "started")
+        not_saved = ("num_ranks", "started")
         place = {name: value for name, value in vars(self.place).items() if name not in not_saved}
         self.run.callbacks.saver.facts["elastic"] = place
 
