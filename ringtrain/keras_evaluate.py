@@ -208,7 +208,7 @@ def _concatenated(*parts: Any) -> Any:
         if parts[0].ndim and len({part.shape[1:] for part in parts}) == 1:
             return np.concatenate(parts)
         parts = tuple(map(tf.constant, parts))
-    return trainer.convert_to_np_if_not_ragged(trainer.potentially_ragged_concat(parts))
+    return trainer.convert_to_np_if_not_ragged(trainer.potentially_ragged_concat([*parts]))
 
 
 def _own_batches(model: keras.Model, given: _Given, step: Callable[[Any], Any]) -> data.WholeBatches:
