@@ -55,12 +55,8 @@ class Parts(NamedTuple):
             places += range(begin, end) if begin < end else (0,)
         return places
 
-    def cut(self, batch: Any, have_same_rows: bool = False) -> tuple[Header, Any]:
+    def cut(self, batch: Any) -> tuple[Header, Any]:
         """This rank's rows of a batch of tensors, dense, ragged or sparse, with their header.
-
-        Args:
-            batch: Nest of tensors.
-            have_same_rows: Whether the tensors are known to have as many rows each, which saves time.
 
         Raises:
             DataError: When it is read: tensors have different numbers of rows, which the parts do not divide.
@@ -69,7 +65,7 @@ class Parts(NamedTuple):
 
         leaves = with_rows(batch)
         rows = num_rows_of(leaves[0])
-        if not have_same_rows and len(leaves) > 1:
+        if len(leaves) > 1:
             with tf.control_dependencies([self._checked([rows, *map(num_rows_of, leaves[1:])])]):
                 rows = tf.identity(rows)
         bounds, shares = self._bounds(rows), []
@@ -81,7 +77,7 @@ class Parts(NamedTuple):
         def part_of(leaf: Any) -> Any:
             if leaf.shape.rank == 0:  # a number, such as a temperature, that is the same for all rows
                 return leaf
-            own = bounds if have_same_rows else self._bounds(num_rows_of(leaf))
+            own = self._bounds(num_rows_of(leaf))
             lengths = _num_read(own)
             begins = [begin * tf.cast(begin < end, begin.dtype) for begin, end in own]
             pieces = [rows_of(leaf, begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]

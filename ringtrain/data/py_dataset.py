@@ -6,14 +6,13 @@ import contextlib
 import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.data.parts import Header, Parts
-from ringtrain.data.streams import MODULUS, Stream, fingerprint, num_rows, same
+from ringtrain.data.streams import Stream, num_rows
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -50,16 +49,14 @@ class PyDatasetStream(Stream):
         self.source, self.standardized = source, PyDatasetAdapter(source, class_weight)._standardize_batch
         self.shuffle, self.seed, self._epoch, self._begun = shuffle, seed, 0, 0
         self.numbers: Iterable[int] = range(self.num_batches)
-        first = list(self.each(range(min(2, self.num_batches)), self.whole))
+        first = list(self.each(range(min(2, self.num_batches))))
         self.batch_size, self._signature = num_rows(first[0]), get_tensor_spec(first)
-        self.dataset = tf.data.Dataset.from_generator(
-            lambda: self.each(self.numbers, self.whole), output_signature=self._signature
-        )
+        self.dataset = tf.data.Dataset.from_generator(lambda: self.each(self.numbers), output_signature=self._signature)
 
     def part(self, numbers: Sequence[int]) -> tf.data.Dataset:
         import tensorflow as tf
 
-        return tf.data.Dataset.from_generator(lambda: self.each(numbers, self.whole), output_signature=self._signature)
+        return tf.data.Dataset.from_generator(lambda: self.each(numbers), output_signature=self._signature)
 
     def iterator(self, rows: tf.data.Dataset, epoch: int, first_step: int) -> Iterator[Any]:
         while self._begun <= epoch:  # those that were elsewhere as well
@@ -68,14 +65,11 @@ class PyDatasetStream(Stream):
             with _seeded(self.seed, self._begun, 0):
                 self.source.on_epoch_begin()
             self._begun += 1
-        draw = np.random.default_rng([self.seed, epoch])
         if self.shuffle:
-            order = draw.permutation(self.num_batches)
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.num_batches)
         else:
             order = np.arange(self.num_batches)
         self._epoch, self.numbers = epoch, order[first_step:].tolist()
-        if isinstance(self.division, RowsOfPyDataset):
-            self.division.begin_epoch(int(draw.integers(self.num_batches)), self.parts)
         return iter(rows)
 
     def begin_evaluation(self, number: int, num_shards: int) -> None:
@@ -92,18 +86,18 @@ class PyDatasetStream(Stream):
         """The batch with this number, as a model takes it."""
         return self.standardized(self.source[number])
 
-    def each(self, numbers: Iterable[int], made: Callable[[int], Any]) -> Iterator[Any]:
-        """Yields `made(number)` for each number, in order, `workers` of them at a time."""
+    def each(self, numbers: Iterable[int]) -> Iterator[Any]:
+        """Yields the batch of each number, in order, `workers` of them at a time."""
         if self.source.workers <= 1:
             for number in numbers:
                 with self.seeded(number):
-                    batch = made(int(number))
+                    batch = self.whole(int(number))
                 yield batch
             return
         started: deque[Future[Any]] = deque()
         with ThreadPoolExecutor(self.source.workers) as threads:
             for number in numbers:
-                started.append(threads.submit(made, int(number)))
+                started.append(threads.submit(self.whole, int(number)))
                 if len(started) > self.source.workers:
                     yield started.popleft().result()
             while started:
@@ -113,88 +107,6 @@ class PyDatasetStream(Stream):
         """Context with the random numbers of a batch, also of generators that the PyDataset has as attributes."""
         generators = [value for value in vars(self.source).values() if isinstance(value, GENERATORS)]
         return _seeded(self.seed, self._epoch, 1, number, generators=generators)
-
-
-class RowsOfPyDataset:
-    """Rows of a rank alone of each batch, from the method `rows(index, begin, end)` of a PyDataset.
-
-    All batches but the last have as many rows as the first. In each epoch, every rank makes one of them whole, which
-    shows whether the ranks have the same batches.
-    """
-
-    remark: ClassVar[str] = ""
-    unequal: ClassVar[str] = "rows(index, begin, end) gives other rows than the batch has"
-    is_tried: ClassVar[bool] = True
-
-    def __init__(self, stream: PyDatasetStream) -> None:
-        self.stream, self._fingerprint = stream, 0
-        self.rows = stream.dataset
-        """as of a `Division`: what every rank reads whole"""
-        self._last = num_rows(next(stream.each([stream.num_batches - 1], stream.whole)))
-
-    def of_rank(self, parts: Parts) -> tf.data.Dataset:
-        """Elements (Header, rows of a rank's parts) for each batch."""
-        import tensorflow as tf
-
-        num_parts = len(parts.numbers)
-        header = Header(
-            tf.TensorSpec([num_parts], tf.float64), tf.TensorSpec([num_parts], tf.int64), tf.TensorSpec([], tf.float64)
-        )
-        stream = self.stream
-        return tf.data.Dataset.from_generator(
-            lambda: stream.each(stream.numbers, lambda number: self._made(number, parts)),
-            output_signature=(header, stream.dataset.element_spec),
-        )
-
-    def tried(self, parts: Parts) -> tuple[bool, int]:
-        """Compares this rank's rows of the first and of the last batch with the whole ones; see `Division.tried`."""
-        found = [self._compared(number, parts) for number in (0, self.stream.num_batches - 1)]
-        return all(is_equal for is_equal, _ in found), sum(of_batch for _, of_batch in found)
-
-    def begin_epoch(self, number: int, parts: Parts) -> None:
-        """Compares a batch of an epoch with this rank's rows of it.
-
-        Raises:
-            DataError: `rows` gives other rows.
-        """
-        is_equal, self._fingerprint = self._compared(number, parts)
-        if not is_equal:
-            raise DataError(f"ringtrain.fit: PyDataset: {self.unequal}, in batch {number}")
-
-    def _compared(self, number: int, parts: Parts) -> tuple[bool, int]:
-        """Compares this rank's rows of a batch with the whole one; returns whether they are equal, its fingerprint."""
-        import tensorflow as tf
-
-        whole = next(self.stream.each([number], self.stream.whole))
-        whole = tf.nest.map_structure(tf.convert_to_tensor, whole)
-        _, rows = next(self.stream.each([number], lambda number: self._made(number, parts)))
-        is_as_long = num_rows(whole) == self._num_rows(number)
-        return is_as_long and same(rows, parts.cut(whole)[1]), int(fingerprint(whole))
-
-    def _num_rows(self, number: int) -> int:
-        if number == self.stream.num_batches - 1:
-            return self._last
-        return self.stream.batch_size
-
-    def _made(self, number: int, parts: Parts) -> tuple[Header, Any]:
-        import keras
-
-        stream, size = self.stream, self._num_rows(number)
-        # A part without rows gets the first one.
-        bounds = [(begin, end) if begin < end else (0, 1) for begin, end in parts.bounds(size)]
-        made = [stream.standardized(stream.source.rows(number, begin, end)) for begin, end in bounds]
-        for (begin, end), part in zip(bounds, made, strict=True):
-            if num_rows(part) != end - begin:
-                raise DataError(
-                    f"ringtrain.fit: rows({number}, {begin}, {end}) of the PyDataset returned {num_rows(part)} rows,"
-                    f" expected {end - begin}"
-                )
-        if len(made) > 1:
-            joined = keras.tree.map_structure(lambda *leaves: np.concatenate(leaves), *made)
-        else:
-            joined = made[0]
-        of_batch = float((self._fingerprint + number) % MODULUS)
-        return Header(parts.shares(size), [end - begin for begin, end in bounds], of_batch), joined
 
 
 @contextlib.contextmanager

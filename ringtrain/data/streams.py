@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ringtrain.data import pipeline_graph
 from ringtrain.data.dataset import Split
 from ringtrain.data.parts import Header, Parts, header_of_shard, num_rows_of, rows_of
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from ringtrain.data.division import Division
-    from ringtrain.data.py_dataset import RowsOfPyDataset
 
 MODULUS = 2**31 - 1
 """Fingerprints are below this."""
@@ -65,7 +62,7 @@ class Stream(Split):
     has_classes = False
     is_held_out = is_shard = is_endless = is_cut = False
     why_rank_0 = why_whole = ""
-    division: Division | RowsOfPyDataset | None = None
+    division: Division | None = None
     steps_per_call = 1
     parts = Parts(range(1), 1)
     kept: KeptBatches | None = None
@@ -128,8 +125,7 @@ class Stream(Split):
         if self.why_rank_0:
             return {"made by": f"rank 0, {self.why_rank_0}"}
         if self.division:
-            also = f"; {self.division.remark}" if self.division.remark else ""
-            return {"made by": f"each rank, its rows alone{also}"}
+            return {"made by": "each rank, its rows alone"}
         return {"made by": f"each rank, all rows: {self.why_whole}"} if self.why_whole else {}
 
     def checksum(self) -> int:
@@ -186,9 +182,8 @@ class Stream(Split):
     def _make_unread(self, num_epochs: int) -> None:
         """Makes the iterators that Keras has made, and not read, by the end of so many epochs."""
         number = self._unread_per_epoch * num_epochs
-        shuffled = self.division.rows if self.division else self.dataset
         for _ in range(number - self._num_unread):
-            iter(shuffled)
+            iter(self.dataset)
         self._num_unread = max(number, self._num_unread)
 
     def fix_order(self) -> None:
@@ -334,11 +329,11 @@ def _with_header(batch: Any, parts: Parts, is_shard: bool) -> tuple[Header, Any]
     return (header_of_shard(batch), batch) if is_shard else cut(batch, parts)
 
 
-def cut(batch: Any, parts: Parts, have_same_rows: bool = False) -> tuple[Header, Any]:
+def cut(batch: Any, parts: Parts) -> tuple[Header, Any]:
     """This rank's rows of a batch, and their header with the fingerprint of the whole batch; see `Parts.cut`."""
     import tensorflow as tf
 
-    header, part = parts.cut(batch, have_same_rows)
+    header, part = parts.cut(batch)
     return header._replace(fingerprint=tf.cast(fingerprint(batch), tf.float64)), part
 
 
@@ -374,13 +369,3 @@ def _fingerprint(leaf: Any) -> tf.Tensor:
     values = values[:: tf.maximum(1, tf.size(values) // FINGERPRINTED)]
     text = tf.io.serialize_tensor(values)
     return tf.strings.to_hash_bucket_fast(text, MODULUS)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two nests of tensors have the same bits."""
-    import tensorflow as tf
-
-    pairs = zip(tf.nest.flatten(one, True), tf.nest.flatten(other, True), strict=True)
-    return all(
-        left.shape == right.shape and np.asarray(left).tobytes() == np.asarray(right).tobytes() for left, right in pairs
-    )
