@@ -55,25 +55,17 @@ class Split:
         """Batches with these numbers, if samples are stored in batches."""
         return None
 
-    def fix_order(self) -> None:
-        """Gives every iteration one order, for evaluations in several parts. Raises DataError if that cannot be."""
+    def begin_evaluation(self, number: int) -> None:
+        """Begins to read for an evaluation, counted from 0."""
 
-    def begin_evaluation(self, number: int, num_shards: int) -> None:
-        """Prepares an evaluation, counted from 0, of which a rank reads so many shards. Rows have one order for all."""
+    def end_evaluation(self) -> None:
+        """Reads what is left, as the other ranks do."""
 
-    @property
-    def has_new_orders(self) -> bool:
-        """Whether each epoch or evaluation has a new order, from shuffles that other data may share."""
-        return False
-
-    def pass_over(self, num_evaluations: int, num_shards: int) -> None:
-        """Takes the orders of shuffles, which other data may share, that earlier processes have evaluated."""
-
-    def pass_over_shards(self, number: int) -> None:
-        """Takes the next orders of shuffles, as an evaluation of so many shards with samples does."""
+    def pass_over(self, number: int) -> None:
+        """Does to shuffles, which other data may share, what an epoch or evaluation has done, counted from 0."""
 
     def end_epoch(self, epoch: int) -> None:
-        """Takes the orders of shuffles that Keras takes at the end of an epoch of training, before its evaluation."""
+        """Does to them what Keras does at the end of an epoch of training, before its evaluation."""
 
     def checksum(self) -> int:
         """Checksum by which ranks compare their data; without one, the number of samples."""

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.data.pipeline import ahead
 from ringtrain.data.streams import Stream, cut
 from ringtrain.errors import DataError, RingtrainError
 
@@ -55,9 +54,9 @@ class StreamOfRank0(Stream):
         def read() -> tuple[Any, ...]:
             self._source = one = source()
             facts = one.num_batches, one.batch_size, one.on_resume, one.may_end_early, one.is_endless
-            return one.kind, one.dataset.element_spec, one.has_new_orders, facts
+            return one.kind, one.dataset.element_spec, facts
 
-        kind, spec, self._has_new_orders, facts = read_on_rank_0(read)
+        kind, spec, facts = read_on_rank_0(read)
         self.num_batches, self.batch_size, self.on_resume, self.may_end_early, self.is_endless = facts
         self.kind = f"{kind} of rank 0"
         self.dataset = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
@@ -76,25 +75,19 @@ class StreamOfRank0(Stream):
         part: tf.data.Dataset = self._source.part(numbers)
         return part
 
-    @property
-    def has_new_orders(self) -> bool:
-        return self._has_new_orders
-
-    def fix_order(self) -> None:
-        """Does nothing: an evaluation has all batches at once."""
-
-    def begin_evaluation(self, number: int, num_shards: int) -> None:
+    def begin_evaluation(self, number: int) -> None:
         if self._source is not None:
-            self._source.begin_evaluation(number, 1)
+            self._source.begin_evaluation(number)
 
-    def pass_over(self, num_evaluations: int, num_shards: int) -> None:
+    def end_evaluation(self) -> None:
         if self._source is not None:
-            self._source.pass_over(num_evaluations, 1)
+            self._source.end_evaluation()
 
-    def pass_over_shards(self, number: int) -> None:
-        """Does nothing: rank 0 evaluates them all."""
+    def pass_over(self, number: int) -> None:
+        if self._source is not None:
+            self._source.pass_over(number)
 
-    def iterator(self, rows: tf.data.Dataset, epoch: int, first_step: int) -> Iterator[Any]:
+    def iterator(self, epoch: int, first_step: int) -> Iterator[Any]:
         import tensorflow as tf
 
         cut_own = tf.function(lambda batch: cut(batch, self.parts), input_signature=[self.dataset.element_spec])
@@ -105,7 +98,7 @@ class StreamOfRank0(Stream):
                 nonlocal batches
                 if batches is None:
                     self._source.steps_per_call = self.steps_per_call
-                    batches = self._source.iterator(ahead(self._source.dataset), epoch, first_step)
+                    batches = self._source.iterator(epoch, first_step)
                 return leaves(next(batches, ()))
 
             batch = read_on_rank_0(read)

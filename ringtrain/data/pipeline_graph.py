@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 IGNORE_EXTERNAL_STATE = 1
-UNKNOWN = -2
-"""cardinality"""
 MAX_BYTES = 2**26
 """Most bytes of arrays in memory for which a graph is made: it contains them."""
 STATE_INPUTS = {
@@ -53,11 +51,8 @@ class RandomOperation:
     goes_on: bool = False
 
 
-def copy_of(dataset: tf.data.Dataset, has_one_order: bool = False) -> tf.data.Dataset | None:
+def copy_of(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
     """Dataset with the same batches, of which an iteration changes no shuffle, cache or variable of `dataset`.
-
-    Args:
-        has_one_order: Whether shuffles give the same order in each iteration of it.
 
     Returns:
         None: it cannot be copied, e.g. because it is made from arrays of more than MAX_BYTES.
@@ -72,8 +67,6 @@ def copy_of(dataset: tf.data.Dataset, has_one_order: bool = False) -> tf.data.Da
                 name = f"state_of_{node.name}".replace("/", "_")
                 graph.node.add(name=name, op=operation)
                 node.input[index] = name
-            if has_one_order and node.op in SEED_INPUTS:
-                node.attr["reshuffle_each_iteration"].b = False
         variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
         return tf.data.experimental.from_variant(variant, dataset.element_spec)
     except Exception:  # too large, or nothing that TensorFlow can put into a graph
@@ -86,24 +79,6 @@ def caches_in_file(dataset: tf.data.Dataset) -> bool:
     if type(dataset).__name__ == "CacheDataset" and filename is not None and bool(filename.numpy()):
         return True
     return any(map(caches_in_file, dataset._inputs()))
-
-
-def caches_of(dataset: tf.data.Dataset, is_cut: bool = False) -> list[tuple[tf.data.Dataset, bool]]:
-    """The last cache of each branch of a pipeline, and whether it has an end, or is read to it.
-
-    Args:
-        is_cut: Whether an iteration may end before the last element.
-    """
-    name, length = type(dataset).__name__, int(dataset.cardinality())
-    if name == "CacheDataset":
-        return [(dataset, length >= 0 or (length == UNKNOWN and not is_cut))]
-    is_cut = is_cut or name in ("_TakeDataset", "_TakeWhileDataset", "_ZipDataset")
-    return [cache for one in dataset._inputs() for cache in caches_of(one, is_cut)]
-
-
-def keeps_orders(dataset: tf.data.Dataset) -> bool:
-    """Returns whether a pipeline has a cache of what a shuffle has given."""
-    return any(shuffles_of(cache) != [] for cache, _ in caches_of(dataset))
 
 
 def states_of(dataset: Any) -> list[Any]:
@@ -136,38 +111,29 @@ def state_of(function: Any) -> str:
     return ""
 
 
-def shuffles_of(dataset: Any, times: int = 1, is_cut: bool = False) -> list[tuple[Any, int]] | None:
-    """Shuffles of a pipeline, and random numbers that change, with how often each takes an order in an iteration of it.
+def shuffles_of(dataset: Any) -> list[Any] | None:
+    """Shuffles of a pipeline, and random numbers that change, each of which takes one order in an iteration of it.
 
     A shuffle takes it when its iterator is made: for all but the last one, when elements are read. So an iterator of
     each of them takes it as well, without reading.
 
-    Args:
-        times: How often this dataset is iterated.
-        is_cut: Whether an iteration may end before its last element.
-
     Returns:
-        None: It cannot be known, e.g. of a `cache` in memory after a shuffle, which keeps the first order.
+        None: It cannot be known, e.g. of a `cache` after a shuffle, which keeps the first order.
     """
-    name = type(dataset).__name__
-    function_inputs = [tensor for function in dataset._functions() for tensor in function.function.captured_inputs]
-    inputs = dataset._inputs()
-    if name in ("_TakeDataset", "_ZipDataset"):
-        is_cut = True
-    elif name == "_RepeatDataset":
-        times *= int(dataset._count)
-    found: list[tuple[Any, int]] = []
+    name, inputs = type(dataset).__name__, dataset._inputs()
+    found: list[Any] = []
     for one in inputs:
-        shuffles = shuffles_of(one, times, is_cut)
+        shuffles = shuffles_of(one)
         if shuffles is None:
             return None
         found += shuffles
-    is_unknown = name == "CacheDataset" or times < 0 or (is_cut and name in ("_RepeatDataset", "_ConcatenateDataset"))
-    is_unknown |= len(inputs) > 1 and name not in ("_ZipDataset", "_ConcatenateDataset")
-    if (found and is_unknown) or any(tensor.dtype.name == "variant" for tensor in function_inputs):
+    captured = [tensor for function in dataset._functions() for tensor in function.function.captured_inputs]
+    if any(tensor.dtype.name == "variant" for tensor in captured):  # another dataset
+        return None
+    if found and (len(inputs) > 1 or name in ("CacheDataset", "_RepeatDataset")):
         return None
     if name == "_ShuffleDataset" or (name == "_RandomDataset" and dataset._rerandomize):
-        found.append((dataset, times))
+        found.append(dataset)
     return found
 
 

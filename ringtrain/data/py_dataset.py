@@ -34,7 +34,6 @@ class PyDatasetStream(Stream):
     """
 
     on_resume = "nothing is read again"
-    _unread_per_epoch = 0
 
     def __init__(
         self, source: keras.utils.PyDataset, class_weight: Any, shuffle: bool, seed: int, take: int | None = None
@@ -58,7 +57,7 @@ class PyDatasetStream(Stream):
 
         return tf.data.Dataset.from_generator(lambda: self.each(numbers), output_signature=self._signature)
 
-    def iterator(self, rows: tf.data.Dataset, epoch: int, first_step: int) -> Iterator[Any]:
+    def iterator(self, epoch: int, first_step: int) -> Iterator[Any]:
         while self._begun <= epoch:  # those that were elsewhere as well
             with _seeded(self.seed, self._begun):
                 self.source.on_epoch_end()
@@ -70,9 +69,18 @@ class PyDatasetStream(Stream):
         else:
             order = np.arange(self.num_batches)
         self._epoch, self.numbers = epoch, order[first_step:].tolist()
-        return iter(rows)
+        return iter(self._own())
 
-    def begin_evaluation(self, number: int, num_shards: int) -> None:
+    def pass_over(self, number: int) -> None:
+        """Does nothing: hooks are called before the next epoch or evaluation."""
+
+    def end_epoch(self, epoch: int) -> None:
+        """Does nothing, for the same reason."""
+
+    def end_evaluation(self) -> None:
+        """Does nothing: each rank reads its own batches."""
+
+    def begin_evaluation(self, number: int) -> None:
         """Calls the hooks as Keras does, which ends an evaluation and resets its data before the next one."""
         while self._begun <= number:
             for _ in range(2 if self._begun else 1):

@@ -31,9 +31,9 @@ FINGERPRINTED = 1024
 class Stream(Split):
     """Whole batches of a `tf.data.Dataset`; its samples are counted in batches.
 
-    Without `steps`, each epoch is an iteration of the dataset: epoch e, from 0, is iteration 2 e, as in Keras' `fit`,
-    which begins one at the end of each epoch, too, and discards it. It does not if the length is unknown, or `steps`:
-    then it is iteration e. With fewer `steps`, all epochs are one iteration.
+    Without `steps`, each epoch is an iteration of the dataset. As in Keras' `fit`, another one is begun at its end, and
+    not read, if the length is known. With fewer `steps`, all epochs are one iteration. Of validation data, each
+    evaluation is an iteration: every rank reads all of it, so that shuffles and caches advance alike everywhere.
 
     Args:
         kind: What the script has passed, for messages.
@@ -44,9 +44,10 @@ class Stream(Split):
 
     Attributes:
         num_batches: Of an epoch.
+        rows: What this rank reads of them in training; None: whole batches.
         steps_per_call: Batches that Keras' train_function reads at once.
         parts: Of each batch that this rank trains.
-        is_held_out: Whether these are validation data, of which each rank evaluates other batches.
+        is_held_out: Whether these are validation data, of which each rank evaluates some batches.
         is_cut: Whether these are the first batches of a longer dataset.
         is_endless: Whether all epochs are one iteration.
         is_shard: Whether these are batches of one rank alone, instead of all ranks' together.
@@ -67,9 +68,13 @@ class Stream(Split):
     parts = Parts(range(1), 1)
     kept: KeptBatches | None = None
     """where ranks change"""
-    _num_begun = _num_unread = 0
-    """iterations, and iterators of which nothing was read"""
-    _unread_per_epoch = 1  # as in Keras
+    rows: tf.data.Dataset | None = None
+    _open: Iterator[Any] | None = None
+    """iterator over all epochs, or over an evaluation"""
+    _num_begun = _next = 0
+    """epochs or evaluations that were begun, also by earlier processes; number of the next batch of an evaluation"""
+    _is_read = False
+    """whether training has begun"""
 
     def __init__(
         self, kind: str, dataset: tf.data.Dataset, steps: int | None = None, epochs: int = 1, batch_size: int = 1
@@ -77,22 +82,22 @@ class Stream(Split):
         import tensorflow as tf
 
         self.kind, self.dataset, self.batch_size = kind, dataset, batch_size
-        self._open: Iterator[Any] | None = None
         if any(spec.shape.rank is None for spec in tf.nest.flatten(dataset.element_spec)):
             raise DataError(
                 f"ringtrain.fit: got a {kind} of unknown shapes, expected batches with known ones: use"
                 f" Dataset.from_generator(..., output_signature=...) or tf.ensure_shape"
             )
         length = int(dataset.cardinality())
+        self._has_unread = length >= 0 and not steps  # as in Keras
         if steps == length:
-            steps, self._unread_per_epoch = None, 0
+            steps = None
         self.is_endless, self.num_batches = steps is not None, steps or length
         if steps:
             self._check_length(steps, epochs)
         elif length == -1:
             raise DataError(f"ringtrain.fit: got a {kind} without an end: pass steps_per_epoch, or use take(n)")
         elif length == -2:
-            self.num_batches, self._unread_per_epoch, self.may_end_early = self._counted(), 0, True
+            self.num_batches, self.may_end_early = self._counted(), True
         if not self.num_batches:
             raise DataError(f"ringtrain.fit: got a {kind} without batches, expected at least one")
         which = "all earlier batches" if steps else "the epoch's earlier batches"
@@ -142,25 +147,44 @@ class Stream(Split):
         return zlib.crc32(f"{self.num_batches} {self.dataset.element_spec} {content}".encode())
 
     def part(self, numbers: Sequence[int]) -> tf.data.Dataset:
-        """The batches with these successive numbers."""
-        part = self.dataset.skip(numbers[0] if len(numbers) else 0).take(len(numbers))
-        # Of a dataset that it reads to a known end, Keras makes a second iterator, for which shuffles take an order.
-        return part.filter(lambda *batch: True) if self.is_cut else part
+        """The batches with these successive numbers of the evaluation that has begun; parts are read in order."""
+        import tensorflow as tf
 
-    def iterator(self, rows: tf.data.Dataset, epoch: int, first_step: int) -> Iterator[Any]:
-        """Iterator over an epoch of this dataset's rows from a step on. Epochs must be asked for in order."""
-        if self._open is not None:
-            return self._open
+        def read() -> Iterator[Any]:
+            while self._next <= numbers[-1]:
+                batch = next(self._open or iter(()), None)
+                if batch is None:
+                    return
+                self._next += 1
+                _advance()
+                if self._next > numbers[0]:
+                    yield batch
+
+        return tf.data.Dataset.from_generator(read, output_signature=self.dataset.element_spec)
+
+    def begin_evaluation(self, number: int) -> None:
+        self._open, self._next = iter(ahead(self.dataset)), 0
+        self._num_begun = number + 1
+
+    def end_evaluation(self) -> None:
+        for _ in self._open or ():
+            _advance()
+        self._open = None
+        self._begin_unread()
+
+    def iterator(self, epoch: int, first_step: int) -> Iterator[Any]:
+        """Iterator over what this rank reads of an epoch, from a step on. Epochs must be asked for in order."""
         skipped = first_step
-        if self.is_endless:  # whole calls of train_function, the last of an epoch included
+        if self.is_endless:
+            batches = self._open = self._open or iter(self._own())
+            # Whole calls of train_function, the last of an epoch included.
             skipped += epoch * math.ceil(self.num_batches / self.steps_per_call) * self.steps_per_call
+            skipped *= not self._is_read
         else:
-            if epoch < self._num_begun:  # once more, in place of an iterator that is not read
-                self._num_unread += 1
-            self._pass_over(epoch - self._num_begun, rows)  # first: a cache keeps the order of its first iteration
-            self._make_unread(epoch)
-            self._num_begun = max(epoch + 1, self._num_begun)
-        batches = iter(rows)
+            for earlier in range(self._num_begun, epoch):
+                self.pass_over(earlier)
+            batches, self._num_begun = iter(self._own()), epoch + 1
+        self._is_read = True
         for number in range(skipped):
             if next(batches, None) is None:
                 raise DataError(
@@ -168,64 +192,39 @@ class Stream(Split):
                     f" {skipped}: pass the same data as before, or give fit another name"
                 )
             _advance()
-        self._open = batches if self.is_endless else None
         return batches
 
-    @property
-    def has_new_orders(self) -> bool:
-        return not self.is_endless and not pipeline_graph.keeps_orders(self.dataset)
+    def _own(self) -> tf.data.Dataset:
+        return ahead(self.dataset) if self.rows is None else self.rows
+
+    def pass_over(self, number: int) -> None:
+        """Does to shuffles and caches what an epoch or evaluation does, from 0, that an earlier process has read."""
+        if self.is_endless:
+            self._open = self._open or iter(self._own())
+            return
+        self._take_orders(number)
+        self._begin_unread()
 
     def end_epoch(self, epoch: int) -> None:
         if not self.is_endless:
-            self._make_unread(epoch + 1)
+            self._take_orders(epoch)  # if an earlier process has trained all of it
+            self._begin_unread()
 
-    def _make_unread(self, num_epochs: int) -> None:
-        """Makes the iterators that Keras has made, and not read, by the end of so many epochs."""
-        number = self._unread_per_epoch * num_epochs
-        for _ in range(number - self._num_unread):
-            iter(self.dataset)
-        self._num_unread = max(number, self._num_unread)
-
-    def fix_order(self) -> None:
-        if pipeline_graph.shuffles_of(self.dataset) == []:
+    def _take_orders(self, number: int) -> None:
+        if number < self._num_begun:
             return
-        copy = None if self.is_cut else pipeline_graph.copy_of(self.dataset, has_one_order=True)
-        if copy is None:
-            raise DataError(
-                "ringtrain.fit: validation data are shuffled, and virtual ranks read them in several parts, each of"
-                " which would have another order: leave out the shuffle"
-            )
-        self.dataset = copy
-
-    def begin_evaluation(self, number: int, num_shards: int) -> None:
-        self.pass_over(number, num_shards)
-        self._num_begun = max((number + 1) * num_shards, self._num_begun)
-
-    def pass_over(self, num_evaluations: int, num_shards: int) -> None:
-        # A cache keeps its first order once all is read: on every rank, or their next orders would not be one.
-        if not self._num_begun and not self.is_cut:
-            for cache, has_end in pipeline_graph.caches_of(self.dataset):
-                for _ in cache if has_end else ():
-                    _advance()
-        self.pass_over_shards(num_evaluations * num_shards - self._num_begun)
-        self._num_begun = max(num_evaluations * num_shards, self._num_begun)
-
-    def pass_over_shards(self, number: int) -> None:
-        self._pass_over(number, self.dataset)
-        if not self.is_cut and int(self.dataset.cardinality()) >= 0:
-            for _ in range(number):
-                iter(self.dataset)  # Keras' second one, see `part`
-
-    def _pass_over(self, missing: int, rows: tf.data.Dataset) -> None:
-        """Lets the shuffles take their orders in so many iterations of `rows`, which another process has made."""
-        shuffles = pipeline_graph.shuffles_of(self.dataset) if missing > 0 else []
-        for shuffle, times in shuffles or ():
-            for _ in range(missing * times):
-                iter(shuffle)
+        self._num_begun = number + 1
+        shuffles = pipeline_graph.shuffles_of(self.dataset)
         if shuffles is None:
-            for _ in range(missing):
-                for _ in rows:
-                    _advance()
+            for _ in self._own():
+                _advance()
+        for shuffle in shuffles or ():
+            iter(shuffle)
+
+    def _begin_unread(self) -> None:
+        """Begins the iterator that Keras has, and does not read, after an iteration to a known end."""
+        if self._has_unread and not self.is_cut:
+            iter(self.dataset)
 
     def close(self) -> None:
         """Ends reading: a Python generator that is read when the interpreter ends keeps the process alive."""
@@ -251,7 +250,7 @@ class KeptBatches:
             is_kept = bool(self._kept) and self._kept[0][0] <= number
             if epoch != self._epoch or not (is_kept or number == self._next):
                 self._kept.clear()
-                self._batches = stream.iterator(ahead(stream.dataset), epoch, number)
+                self._batches = stream.iterator(epoch, number)
                 self._epoch, self._next = epoch, number
         while True:
             with self._lock:
@@ -302,11 +301,12 @@ class StreamRows:
         elif not self.is_even:
             rows = rows.map(lambda *batch: _with_header(batch[0] if len(batch) == 1 else batch, parts, stream.is_shard))
         self.dataset = ahead(rows)
+        stream.rows = None if keeps_batches else self.dataset
 
     def __call__(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
         """Iterator over the batches of an epoch from a step on. Epochs must be asked for in order."""
         if self._kept is None:
-            return self.stream.iterator(self.dataset, epoch, first_step)
+            return self.stream.iterator(epoch, first_step)
         self._position = epoch, first_step
         return iter(self.dataset)
 

@@ -138,7 +138,7 @@ PLANTED = (
     # Data
     Mutant(
         *("iterators that Keras discards take no order", STREAMS),
-        *("_unread_per_epoch = 1  # as in Keras", "_unread_per_epoch = 0"),
+        *("self._has_unread = length >= 0 and not steps", "self._has_unread = False"),
         *(TWO, SHUFFLED + r"&fit\(model, data, epochs=[23](?!~steps_per_epoch)"),
     ),
     Mutant(
@@ -150,8 +150,9 @@ PLANTED = (
         *(TWO, SHUFFLED + r"&\[fit\((?!~validation_(data|split)(?!~freq))" + AGAIN),
     ),
     Mutant(
-        *("maps of whole batches are divided", "data/division.py"),
-        *('why = "" if is_right else division.unequal', 'why = ""', TWO, r"tf\.reverse"),
+        *("batches that are padded as a whole are divided", "data/division.py"),
+        *('BATCHES = ("_BatchDataset", ', 'BATCHES = ("_PaddedBatchDataset", "_BatchDataset", '),
+        *(TWO, r"count_nonzero&padded_batch"),
     ),
     Mutant(
         *("batches of arrays by a number of steps", "data/fit_arguments.py"),

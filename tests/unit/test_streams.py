@@ -66,10 +66,25 @@ def test_batch_size_and_part() -> None:
     assert _stream(_ids().prefetch(2)).batch_size == 8
     assert _stream(tf.data.Dataset.range(12).batch(4, drop_remainder=True)).batch_size == 4
     assert _stream(tf.data.Dataset.from_tensors(tf.range(5)).take(1)).batch_size == 5
-    part = _stream(tf.data.Dataset.range(10).batch(3)).part(np.arange(1, 3))
-    assert [batch.numpy().tolist() for batch in part] == [[3, 4, 5], [6, 7, 8]]
-    assert not list(_stream(_ids()).part(np.arange(0)))
     assert _stream(Batches()).batch_size == _stream(_generated(), 5).batch_size == 8
+
+
+def test_an_evaluation_in_parts_reads_all_batches_once() -> None:
+    """With the orders of Keras, which begins a second iterator after each that it has read to its end."""
+    data = tf.data.Dataset.range(20).shuffle(20, seed=7).batch(3)
+    expected = [[batch.numpy().tolist() for batch in data] for _ in range(5)][::2]
+    stream = _stream(tf.data.Dataset.range(20).shuffle(20, seed=7).batch(3))
+    found = []
+    for number in range(3):
+        stream.begin_evaluation(number)
+        found.append([batch.numpy().tolist() for part in (range(1, 3), range(4, 6)) for batch in stream.part(part)])
+        stream.end_evaluation()
+    assert found == [[epoch[index] for index in (1, 2, 4, 5)] for epoch in expected]
+    resumed = _stream(tf.data.Dataset.range(20).shuffle(20, seed=7).batch(3))
+    resumed.pass_over(0)
+    resumed.pass_over(1)
+    resumed.begin_evaluation(2)
+    assert [batch.numpy().tolist() for batch in resumed.part(range(7))] == expected[2]
 
 
 def test_validation_data_in_another_order_have_another_checksum() -> None:
