@@ -241,7 +241,7 @@ def _own_batches(model: keras.Model, given: _Given, step: Callable[[Any], Any]) 
     from ringtrain import hvd
 
     x, per_call = given.x, model.steps_per_execution
-    _, why_rank_0 = data.operations_by_rank(x)
+    why_rank_0 = data.why_rank_0(x)
     whole: Any = None
     if isinstance(x, data.FromRank0) or why_rank_0:
 

@@ -45,7 +45,7 @@ from ringtrain.data.arrays import Arrays, NoSamples, NumberedRows, RowBatches
 from ringtrain.data.dataset import DataSet, Samples, Split, checksums
 from ringtrain.data.fit_arguments import BATCH_SIZE, FitArguments, is_nest, with_batch_sizes
 from ringtrain.data.from_rank_0 import FromRank0, packed, read_on_rank_0
-from ringtrain.data.inputs import inputs, operations_by_rank, shapes_of
+from ringtrain.data.inputs import inputs, shapes_of, why_rank_0
 from ringtrain.data.parts import Header, Parts, rows_of
 from ringtrain.data.pipeline import dealt_batches, evaluation_batches, training_batches
 from ringtrain.data.records import Records

@@ -26,7 +26,10 @@ class Split:
     """whether rank 0 alone reads them"""
     may_end_early = False
     """whether an epoch can have fewer batches than the first"""
-    advice = "give dataset.shuffle a seed, and make the same random operations on all ranks, also before the dataset"
+    advice = (
+        "give random operations of the dataset a seed, the same on all ranks, or pass ringtrain.from_rank_0(dataset);"
+        " do not shard it"
+    )
     """advice for the error about ranks with different batches"""
 
     @property

@@ -1,17 +1,17 @@
-"""Copies of tf.data pipelines with a state of their own, and their operations that differ between processes."""
+"""Copies of tf.data pipelines with a state of their own, and parts of pipelines that have a state."""
 
 from __future__ import annotations
 
 import re
-import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
 IGNORE_EXTERNAL_STATE = 1
+NUM_SHUFFLED = 16
+"""rows that shuffles of a copy hold"""
 MAX_BYTES = 2**26
 """Most bytes of arrays in memory for which a graph is made: it contains them."""
 STATE_INPUTS = {
@@ -21,38 +21,15 @@ STATE_INPUTS = {
     "RandomDatasetV2": (2, "DummySeedGenerator"),
 }
 """By operation: the input that holds its state, and the operation that creates a new state."""
-STATEFUL = ("_ShuffleDataset", "_RandomDataset", "CacheDataset")
-"""kinds of datasets whose next iteration depends on the ones before it"""
-SEED_INPUTS = {"ShuffleDatasetV3": (2, 3), "ShuffleAndRepeatDatasetV2": (2, 3)}
-DRAWS = re.compile(
-    "Random(Uniform|StandardNormal|Gamma|Poisson|Shuffle|Crop)|Multinomial|TruncatedNormal|ParameterizedTruncated"
-    "|SampleDistortedBoundingBox"
-)
-"""Operations with a state of their own, which their seed determines."""
-CHANGES = re.compile("Assign|Rng(ReadAndSkip|Skip)|StatefulUniform|StatefulStandardNormal|StatefulTruncated")
-"""Operations that change a variable, such as a seed of Keras."""
 PYTHON = re.compile("(Eager)?PyFunc")
 READS = re.compile("ReadVariableOp|LookupTable(Find|Size)V2|Assert|Print(V2)?|(Stateful)?PartitionedCall|If|Case|While")
 """Operations that TensorFlow counts as stateful, and that change nothing."""
 
 
-@dataclass(frozen=True)
-class RandomOperation:
-    """A part of a pipeline that may give each process other batches.
-
-    Attributes:
-        text: A phrase that names it.
-        always_differs: Whether no seed makes it the same in every process.
-        goes_on: Whether it goes on in a later epoch as it has ended the one before, by a variable that no run saves.
-    """
-
-    text: str
-    always_differs: bool
-    goes_on: bool = False
-
-
 def copy_of(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
-    """Dataset with the same batches, of which an iteration changes no shuffle, cache or variable of `dataset`.
+    """Dataset with as many batches, of which an iteration changes no shuffle, cache or variable of `dataset`.
+
+    Its shuffles have small buffers, which are soon full.
 
     Returns:
         None: it cannot be copied, e.g. because it is made from arrays of more than MAX_BYTES.
@@ -67,6 +44,12 @@ def copy_of(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
                 name = f"state_of_{node.name}".replace("/", "_")
                 graph.node.add(name=name, op=operation)
                 node.input[index] = name
+            if node.op.startswith("Shuffle"):
+                name = f"buffer_of_{node.name}".replace("/", "_")
+                buffer = graph.node.add(name=name, op="Const")
+                buffer.attr["dtype"].type = tf.int64.as_datatype_enum
+                buffer.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(NUM_SHUFFLED, tf.int64))
+                node.input[1] = name
         variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
         return tf.data.experimental.from_variant(variant, dataset.element_spec)
     except Exception:  # too large, or nothing that TensorFlow can put into a graph
@@ -79,23 +62,6 @@ def caches_in_file(dataset: tf.data.Dataset) -> bool:
     if type(dataset).__name__ == "CacheDataset" and filename is not None and bool(filename.numpy()):
         return True
     return any(map(caches_in_file, dataset._inputs()))
-
-
-def states_of(dataset: Any) -> list[Any]:
-    """Parts of a pipeline with a state that reading changes, and which other pipelines may share."""
-    found = [state for one in dataset._inputs() for state in states_of(one)]
-    if type(dataset).__name__ in STATEFUL or _has_python(dataset):
-        found.append(dataset)
-    return found
-
-
-def random_operations(dataset: tf.data.Dataset) -> tuple[list[RandomOperation], int]:
-    """Parts of a pipeline that may differ between processes, and a checksum of the variables that it reads."""
-    try:
-        graph = _graph_of(dataset)
-        return list(dict.fromkeys(_operations(graph))), _checksum_of_variables(graph)
-    except Exception:  # as above
-        return [], 0
 
 
 def state_of(function: Any) -> str:
@@ -174,64 +140,6 @@ def _bytes_of(dataset: Any) -> int:
     return sum(sizes) + sum(map(_bytes_of, dataset._inputs()))
 
 
-def _operations(graph: Any) -> Iterator[RandomOperation]:
-    nodes = {node.name: node for node in graph.node}
-    functions = {function.signature.name: function for function in graph.library.function}
-    for node in graph.node:
-        if node.op in SEED_INPUTS and not any(_number(nodes, node.input[index]) for index in SEED_INPUTS[node.op]):
-            yield RandomOperation("shuffle without a seed", True)
-        kind = re.sub("Parallel|Dataset.*", "", node.op).lower()
-        if node.attr["deterministic"].s == b"false":
-            yield RandomOperation(f"{kind} with deterministic=False", True)
-        is_parallel = node.op.startswith("Parallel") and _number(nodes, node.input[-1]) != 1
-        for inner in _nodes_of(_functions_of(node), functions):
-            name = _layer_or_operation(inner)
-            if PYTHON.fullmatch(inner.op):
-                yield RandomOperation(f"{kind} with a Python function", False)
-            elif DRAWS.match(inner.op) and not (inner.attr["seed"].i or inner.attr["seed2"].i):
-                yield RandomOperation(f"{kind} with {name} without a seed", True)
-            elif is_parallel and (DRAWS.match(inner.op) or CHANGES.match(inner.op)):
-                yield RandomOperation(f"{kind} with {name} and num_parallel_calls", True)
-            elif DRAWS.match(inner.op) or CHANGES.match(inner.op):
-                yield RandomOperation(f"{kind} with {name}", False, bool(CHANGES.match(inner.op)))
-
-
 def _layer_or_operation(node: Any) -> str:
     """Name of the innermost layer that has made an operation, or else its kind."""
     return node.name.split("/")[-2] if "/" in node.name else node.op
-
-
-def _functions_of(node: Any) -> list[str]:
-    names = []
-    for value in node.attr.values():
-        names.append(value.func.name)
-        names += [function.name for function in value.list.func]
-    return [name for name in names if name]
-
-
-def _nodes_of(names: Iterable[str], functions: Any) -> Iterator[Any]:
-    """Operations of functions, and of those that these call."""
-    for name in names:
-        for node in functions[name].node_def if name in functions else ():
-            yield node
-            yield from _nodes_of(_functions_of(node), functions)
-
-
-def _number(nodes: Any, name: str) -> int:
-    """Value of a constant; -1: `name` is none, or TensorFlow chooses (AUTOTUNE)."""
-    import tensorflow as tf
-
-    node = nodes.get(name.partition(":")[0].removeprefix("^"))
-    if node is not None and node.op == "Const":
-        return int(tf.make_ndarray(node.attr["value"].tensor))
-    return -1
-
-
-def _checksum_of_variables(graph: Any) -> int:
-    constants = {node.name: node for node in graph.node if node.op == "Const"}
-    checksum = 0
-    for node in graph.node:
-        value = constants.get(node.input[1]) if node.op == "AssignVariableOp" else None
-        if value is not None:
-            checksum = zlib.crc32(value.attr["value"].tensor.SerializeToString(), checksum)
-    return checksum

@@ -167,18 +167,18 @@ PLANTED = (
     # Held-out data
     Mutant(
         *("validation_steps take an order more", STREAMS),
-        *("return part.filter(lambda *batch: True) if self.is_cut else part", "return part"),
+        *("if self._has_unread and not self.is_cut:", "if self._has_unread:"),
         *(TWO, r"epochs=[23]~shuffle\(9, seed=2\)\.(repeat\(\)\.)?batch\(4\), validation_steps"),
     ),
     Mutant(
         *("caches of held-out data are read in part", STREAMS),
-        *("if not self._num_begun and not self.is_cut:", "if False:"),
+        *("for _ in self._open or ():", "for _ in ():"),
         *(TWO, r"epochs=[23]~(shuffle\(9~\)\.cache\(\)|cache\(\)\.shuffle\(9~\))\.batch\(4\)(?!, validation_s)"),
     ),
     Mutant(
-        *("orders of evaluations count from epoch 0", EVALUATION),
+        *("hooks of evaluations count from epoch 0", EVALUATION),
         *("range(self.run.start.initial_epoch, epoch)", "range(epoch)"),
-        *(TWO, r"validation_data=~shuffle\(9~initial_epoch"),
+        *(TWO, r"def on_epoch_end\(self\)&validation_data=Batches~initial_epoch"),
     ),
     Mutant(
         *("the end of held-out data counts in losses of outputs", EVALUATION),
@@ -194,8 +194,8 @@ PLANTED = (
         *(TWO, SHARED),
     ),
     Mutant(
-        *("parts of virtual ranks have other orders", STREAMS, "        self.dataset = copy\n", "        pass\n"),
-        *(TWO, r"virtual_ranks&validation_data=~shuffle"),
+        *("a part of an evaluation begins with the first batch", STREAMS),
+        *("if self._next > numbers[0]:", "if True:", TWO, r"validation_data=tf~batch\("),
     ),
     # Callbacks
     Mutant(
@@ -261,8 +261,8 @@ PLANTED = (
     Mutant(
         *("orders of earlier epochs are not passed over", STREAMS),
         *(
-            "for _ in range(missing * times):",
-            "for _ in ():",
+            "for shuffle in shuffles or ():",
+            "for shuffle in ():",
             RESUMED,
             LONG + r"&" + SHUFFLED + r"&fit\(model, data, epochs=[23]",
         ),
