@@ -1,26 +1,22 @@
 """Data sets by name or module:function, sharded over ranks, as tf.data pipelines.
 
-dataset:        two splits of samples, in memory or read on demand
+dataset:        two splits of samples, in memory or read on demand, and their batches as tf.data
 sources:        data sets by name: digits, MNIST, synthetic, npz
 cifar:          CIFAR-10
-image_files:    JPEG and PNG files, decoded and resized
-image_folder:   a folder of images per class
+image_files:    JPEG and PNG files, decoded and resized, and folders of them per class
 tfrecords:      TFRecord files and their index
 make_tfrecords: command: images to TFRecords
 spark_rows:     rows that Spark streams to this rank
 arrays:         arrays as Keras' fit takes them, and a rank's rows of each global batch
 records:        rows of files that are read while they are trained
-record_files:   such files of any kind
-table_files:    files with typed columns
+record_files:   such files of any kind, and images in a folder per class
 parquet_files:  Parquet
 scanned_files:  files without a table of their rows
 tfrecord_files: TFRecords of any features
-class_folders:  images in a folder per class
 blocks:         what is read of a file at once
 data_files:     files behind paths and URLs
 block_cache:    blocks in memory, read ahead
-python_calls:   functions that threads of tf.data call, also while the process ends
-in_place:       rows of large NumPy arrays, read where they are
+python_calls:   functions that threads of tf.data call, also while the process ends; rows of large NumPy arrays
 parts:          a rank's parts of a batch, and the header of its rows
 streams:        batches of a tf.data.Dataset or generator, and a rank's rows of each
 py_dataset:     batches of a finite PyDataset, by number, or a rank's rows of them
@@ -28,12 +24,9 @@ from_rank_0:    batches that rank 0 sends to the other ranks
 whole_batches:  whole batches of a rank, for evaluation and prediction
 fit_arguments:  arguments of Keras' fit
 inputs:         training and validation data from them
-sharding:       distribution of the samples over the ranks
-row_order:      order of rows, made for some steps at a time
+row_order:      order of samples and rows, and those of a rank
 augment:        crops and flips, determined by seed and sample number
-pipeline:       batches as tf.data
-pipeline_graph: what the graph of a tf.data pipeline shows
-division:       the same pipeline for the rows of one rank alone
+division:       copies of tf.data pipelines, what their parts are, and the same for the rows of one rank alone
 """
 
 from __future__ import annotations
@@ -42,14 +35,21 @@ from pathlib import Path
 
 from ringtrain.config import DataConfig
 from ringtrain.data.arrays import Arrays, NoSamples, NumberedRows, RowBatches
-from ringtrain.data.dataset import DataSet, Samples, Split, checksums
+from ringtrain.data.dataset import (
+    DataSet,
+    Samples,
+    Split,
+    checksums,
+    dealt_batches,
+    evaluation_batches,
+    training_batches,
+)
 from ringtrain.data.fit_arguments import BATCH_SIZE, FitArguments, is_nest, with_batch_sizes
 from ringtrain.data.from_rank_0 import FromRank0, packed, read_on_rank_0
 from ringtrain.data.inputs import inputs, shapes_of, why_rank_0
 from ringtrain.data.parts import Header, Parts, rows_of
-from ringtrain.data.pipeline import dealt_batches, evaluation_batches, training_batches
 from ringtrain.data.records import Records
-from ringtrain.data.sharding import evaluation_shard, part_of, training_shard
+from ringtrain.data.row_order import evaluation_shard, part_of, training_shard
 from ringtrain.data.sources import PREPARE, source
 from ringtrain.data.streams import Stream, StreamRows
 from ringtrain.data.whole_batches import WholeBatches, no_batches, whole_batches

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.data.streams import Stream, cut
+from ringtrain.data.streams import Stream
 from ringtrain.errors import DataError, RingtrainError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class StreamOfRank0(Stream):
     def iterator(self, epoch: int, first_step: int) -> Iterator[Any]:
         import tensorflow as tf
 
-        cut_own = tf.function(lambda batch: cut(batch, self.parts), input_signature=[self.dataset.element_spec])
+        cut_own = tf.function(self.parts.cut, input_signature=[self.dataset.element_spec])
         batches = None
         for number in itertools.count():
 

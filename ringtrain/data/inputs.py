@@ -10,15 +10,15 @@ from dataclasses import replace
 from types import GeneratorType
 from typing import Any
 
-from ringtrain.data import pipeline_graph
+from ringtrain.data import division
 from ringtrain.data.arrays import Arrays, NoSamples, NumberedRows
 from ringtrain.data.dataset import Split
-from ringtrain.data.division import divide
 from ringtrain.data.fit_arguments import FitArguments
 from ringtrain.data.from_rank_0 import FromRank0, StreamOfRank0, leaves, packed
+from ringtrain.data.parts import fingerprint
 from ringtrain.data.py_dataset import PyDatasetStream
 from ringtrain.data.records import RecordRows, Records
-from ringtrain.data.streams import Stream, fingerprint, first_part, num_rows
+from ringtrain.data.streams import Stream, first_part, num_rows
 from ringtrain.errors import DataError
 
 NUM_COMPARED = 2
@@ -61,7 +61,7 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[NumberedRows | Stream,
             stream.kind, stream.why_rank_0 = "tf.data.Dataset", of_rank_0
         _check_stream(stream, given)
         if not stream.is_shard and not isinstance(x, FromRank0):
-            divide(stream)
+            _divide(stream)
         held_out = _held_out(given.validation_data, given, batch_size, why_held_out)
         if given.max_steps:
             _shorten_stream(stream, given)
@@ -81,6 +81,18 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[NumberedRows | Stream,
         _shortened(train, num_steps, batch_size),
         _shortened(_held_out(validation_data, given, batch_size, why_held_out), given.max_steps, batch_size),
     )
+
+
+def _divide(stream: Stream) -> None:
+    """Lets each rank make its own rows of a stream alone, if its pipeline is plain."""
+    from ringtrain import hvd
+
+    if not hvd.is_initialized() or hvd.size() == 1 or hvd.elastic.is_on():
+        return
+    if stream.kind == "tf.data.Dataset":
+        stream.division, stream.why_whole = division.division_of(stream.dataset)
+    else:
+        stream.why_whole = f"a {stream.kind} makes whole batches"
 
 
 def _rows(given: FitArguments) -> tuple[NumberedRows, Any]:
@@ -157,7 +169,7 @@ def why_rank_0(x: Any) -> str:
     if isinstance(x, tf.data.Dataset):
         if x in _read_by_rank_0:
             why = "which alone has read it before"
-        elif pipeline_graph.caches_in_file(x):
+        elif division.caches_in_file(x):
             why = IN_A_FILE
         elif _is_random(x):
             why = "as each iteration of the first batches gives others"
@@ -172,11 +184,11 @@ def _is_random(dataset: Any) -> bool:
     """Returns whether two copies of a pipeline begin with different batches, as shuffles without a seed do."""
     import tensorflow as tf
 
-    if pipeline_graph.calls_python(dataset):  # functions may have a state, which changes
+    if division.calls_python(dataset):  # functions may have a state, which changes
         return False
     contents = []
     for _ in range(2):
-        copy = pipeline_graph.copy_of(dataset)
+        copy = division.copy_of(dataset)
         if copy is None:
             return False
         try:
@@ -194,7 +206,7 @@ def _check_elastic(x: Any) -> None:
     if isinstance(x, tf.data.Dataset):
         if _is_random(x):
             why = "each iteration of the pipeline's first batches gives others: give random operations a seed"
-        elif pipeline_graph.caches_in_file(x):
+        elif division.caches_in_file(x):
             why = "the ranks of a host would write the same file: use cache() without one"
     elif isinstance(x, FromRank0):
         why = "rank 0 may be lost, and what it has read with it: pass batches that every rank can make"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from ringtrain.data.image_folder import class_names, evaluation_folder, pictures
+from ringtrain.data.image_files import class_names, evaluation_folder, pictures
 from ringtrain.data.tfrecords import FIRST_LABEL, LABELS_FILE
 from ringtrain.errors import DataError, RingtrainError
 from ringtrain.options import Argument, N, Parser, add, options_of, read

@@ -23,7 +23,7 @@ from ringtrain.config_io import find, imported
 from ringtrain.data.cifar import cifar10
 from ringtrain.data.dataset import DataSet, check_numbers, checked
 from ringtrain.data.fit_arguments import FitArguments, arguments_of, is_nest
-from ringtrain.data.image_folder import image_folder
+from ringtrain.data.image_files import image_folder
 from ringtrain.data.records import Records
 from ringtrain.data.spark_rows import spark
 from ringtrain.data.tfrecords import imagenet_tfrecords, write_index

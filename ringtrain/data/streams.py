@@ -9,23 +9,17 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.data import pipeline_graph
-from ringtrain.data.dataset import Split
-from ringtrain.data.parts import Header, Parts, header_of_shard, num_rows_of, rows_of
-from ringtrain.data.pipeline import ahead
+from ringtrain.data import division
+from ringtrain.data.dataset import Split, ahead
+from ringtrain.data.parts import Header, Parts, fingerprint, header_of_shard, num_rows_of, rows_of
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from ringtrain.data.division import Division
 
-MODULUS = 2**31 - 1
-"""Fingerprints are below this."""
 NUM_KEPT = 16
 """whole batches: more than a pipeline reads ahead"""
-FINGERPRINTED = 1024
-"""numbers of each part of a batch that count, at least"""
 
 
 class Stream(Split):
@@ -63,7 +57,7 @@ class Stream(Split):
     has_classes = False
     is_held_out = is_shard = is_endless = is_cut = False
     why_rank_0 = why_whole = ""
-    division: Division | None = None
+    division: division.Division | None = None
     steps_per_call = 1
     parts = Parts(range(1), 1)
     kept: KeptBatches | None = None
@@ -102,13 +96,13 @@ class Stream(Split):
             raise DataError(f"ringtrain.fit: got a {kind} without batches, expected at least one")
         which = "all earlier batches" if steps else "the epoch's earlier batches"
         self.on_resume = f"{which} are read again, without training"
-        if not steps and pipeline_graph.calls_python(dataset):
+        if not steps and division.calls_python(dataset):
             self.on_resume += "; Python functions of the pipeline are not called for earlier epochs"
 
     def _counted(self) -> int:
         """Number of batches of an iteration: of a copy, if there can be one, so that no epoch is read before."""
         num_batches = 0
-        for _ in pipeline_graph.copy_of(self.dataset) or self.dataset:
+        for _ in division.copy_of(self.dataset) or self.dataset:
             num_batches += 1
             _advance()
         return num_batches
@@ -142,8 +136,8 @@ class Stream(Split):
 
         first: Any = ()
         if self.is_held_out:
-            first = next(iter(pipeline_graph.copy_of(self.dataset) or self.dataset))
-        content = [int(_fingerprint(leaf)) for leaf in tf.nest.flatten(first)]
+            first = next(iter(division.copy_of(self.dataset) or self.dataset))
+        content = [int(fingerprint(leaf)) for leaf in tf.nest.flatten(first)]
         return zlib.crc32(f"{self.num_batches} {self.dataset.element_spec} {content}".encode())
 
     def part(self, numbers: Sequence[int]) -> tf.data.Dataset:
@@ -214,7 +208,7 @@ class Stream(Split):
         if number < self._num_begun:
             return
         self._num_begun = number + 1
-        shuffles = pipeline_graph.shuffles_of(self.dataset)
+        shuffles = division.shuffles_of(self.dataset)
         if shuffles is None:
             for _ in self._own():
                 _advance()
@@ -326,15 +320,7 @@ def num_rows(batch: Any) -> int:
 
 
 def _with_header(batch: Any, parts: Parts, is_shard: bool) -> tuple[Header, Any]:
-    return (header_of_shard(batch), batch) if is_shard else cut(batch, parts)
-
-
-def cut(batch: Any, parts: Parts) -> tuple[Header, Any]:
-    """This rank's rows of a batch, and their header with the fingerprint of the whole batch; see `Parts.cut`."""
-    import tensorflow as tf
-
-    header, part = parts.cut(batch)
-    return header._replace(fingerprint=tf.cast(fingerprint(batch), tf.float64)), part
+    return (header_of_shard(batch), batch) if is_shard else parts.cut(batch)
 
 
 def first_part(batch: Any, num_parts: int) -> Any:
@@ -349,23 +335,3 @@ def first_part(batch: Any, num_parts: int) -> Any:
 
     part = tf.nest.map_structure(part_of, batch)
     return part if len(part) > 1 else part[0]
-
-
-def fingerprint(batch: Any) -> tf.Tensor:
-    """Number of evenly spaced values of all parts of a batch, below MODULUS."""
-    import tensorflow as tf
-
-    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
-    return tf.math.floormod(tf.add_n([_fingerprint(leaf) for leaf in leaves]), MODULUS)
-
-
-def _fingerprint(leaf: Any) -> tf.Tensor:
-    """Number of evenly spaced values of a part of a batch, below MODULUS."""
-    import tensorflow as tf
-
-    values = leaf.values if isinstance(leaf, tf.SparseTensor) else leaf
-    values = values.flat_values if isinstance(values, tf.RaggedTensor) else values
-    values = tf.reshape(values, [-1])
-    values = values[:: tf.maximum(1, tf.size(values) // FINGERPRINTED)]
-    text = tf.io.serialize_tensor(values)
-    return tf.strings.to_hash_bucket_fast(text, MODULUS)

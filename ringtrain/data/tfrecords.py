@@ -25,10 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain.config import DataConfig
-from ringtrain.data import sharding
+from ringtrain.data import row_order
 from ringtrain.data.dataset import DataSet
-from ringtrain.data.image_files import Images, Unreadable
-from ringtrain.data.image_folder import DEFAULT_SIZE
+from ringtrain.data.image_files import DEFAULT_SIZE, Images, Unreadable
 from ringtrain.errors import DataError
 from ringtrain.protocol.json_text import INVALID
 
@@ -87,7 +86,7 @@ def imagenet_tfrecords(config: DataConfig) -> DataSet:
             num_images=int(first_in_file[-1]),
             read=read,
             name_of=name_of,
-            order=functools.partial(sharding.file_order, per_file),
+            order=functools.partial(row_order.file_order, per_file),
             num_classes=num_classes,
             size=size,
             augment=augment,

@@ -64,7 +64,7 @@ def what_shards_cannot_be_is_refused() -> None:
 
 @only(np=3)
 def the_order_follows_from_seed_and_epoch() -> None:
-    from ringtrain.data.sharding import epoch_order
+    from ringtrain.data.row_order import epoch_order
 
     ours, reference = compiled(dense()), compiled(dense())
     ringtrain.fit(ours, X, Y, batch_size=32, epochs=2, seed=4, verbose=0, options=options())
