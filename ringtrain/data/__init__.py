@@ -4,8 +4,7 @@ dataset:        two splits of samples, in memory or read on demand, and their ba
 sources:        data sets by name: digits, MNIST, synthetic, npz
 cifar:          CIFAR-10
 image_files:    JPEG and PNG files, decoded and resized, and folders of them per class
-tfrecords:      TFRecord files and their index
-make_tfrecords: command: images to TFRecords
+tfrecords:      ImageNet's TFRecord files
 spark_rows:     rows that Spark streams to this rank
 arrays:         arrays as Keras' fit takes them, and a rank's rows of each global batch
 records:        rows of files that are read while they are trained
@@ -31,9 +30,6 @@ division:       copies of tf.data pipelines, what their parts are, and the same 
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from ringtrain.config import DataConfig
 from ringtrain.data.arrays import Arrays, NoSamples, NumberedRows, RowBatches
 from ringtrain.data.dataset import (
     DataSet,
@@ -50,12 +46,6 @@ from ringtrain.data.inputs import inputs, shapes_of, why_rank_0
 from ringtrain.data.parts import Header, Parts, rows_of
 from ringtrain.data.records import Records
 from ringtrain.data.row_order import evaluation_shard, part_of, training_shard
-from ringtrain.data.sources import PREPARE, source
+from ringtrain.data.sources import source
 from ringtrain.data.streams import Stream, StreamRows
 from ringtrain.data.whole_batches import WholeBatches, no_batches, whole_batches
-
-
-def prepare(config: DataConfig, is_first: bool = True) -> None:
-    """Prepares files for the other ranks and later starts, e.g. an index of TFRecords, if `is_first`."""
-    if is_first and config.dir and config.name in PREPARE:
-        PREPARE[config.name](Path(config.dir))

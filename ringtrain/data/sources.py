@@ -26,7 +26,7 @@ from ringtrain.data.fit_arguments import FitArguments, arguments_of, is_nest
 from ringtrain.data.image_files import image_folder
 from ringtrain.data.records import Records
 from ringtrain.data.spark_rows import spark
-from ringtrain.data.tfrecords import imagenet_tfrecords, write_index
+from ringtrain.data.tfrecords import imagenet_tfrecords
 from ringtrain.errors import ConfigError, DataError
 
 DEBIAN_FOLDER = Path("/usr/share/datasets")
@@ -194,8 +194,6 @@ DATASETS: dict[str, Callable[[DataConfig], DataSet | FitArguments]] = {
 }
 ANY_TARGETS = ("npz", "records")
 """names of data whose targets need not be integer classes"""
-PREPARE = {"imagenet-tfrecords": write_index}
-"""By name: functions of data.dir that one rank calls before the others read."""
 
 
 @overload
