@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ringtrain.data.dataset import Split
 from ringtrain.data.streams import Stream
 from ringtrain.errors import DataError, RingtrainError
 
@@ -49,7 +50,7 @@ class StreamOfRank0(Stream):
     def __init__(self, source: Callable[[], Stream]) -> None:
         import tensorflow as tf
 
-        self._source: Any = None  # on other ranks
+        self._source: Any = Split()  # on other ranks, without batches
 
         def read() -> tuple[Any, ...]:
             self._source = one = source()
@@ -62,30 +63,24 @@ class StreamOfRank0(Stream):
         self.dataset = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
 
     def close(self) -> None:
-        if self._source is not None:
+        if isinstance(self._source, Stream):
             self._source.close()
 
     def end_epoch(self, epoch: int) -> None:
-        if self._source is not None:
-            self._source.end_epoch(epoch)
+        self._source.end_epoch(epoch)
 
-    def part(self, numbers: Sequence[int]) -> tf.data.Dataset:
-        if self._source is None:
-            return super().part(numbers)
-        part: tf.data.Dataset = self._source.part(numbers)
-        return part
+    def part(self, numbers: Sequence[int]) -> tf.data.Dataset | None:
+        part: tf.data.Dataset | None = self._source.part(numbers)
+        return self.dataset if part is None else part
 
     def begin_evaluation(self, number: int) -> None:
-        if self._source is not None:
-            self._source.begin_evaluation(number)
+        self._source.begin_evaluation(number)
 
     def end_evaluation(self) -> None:
-        if self._source is not None:
-            self._source.end_evaluation()
+        self._source.end_evaluation()
 
     def pass_over(self, number: int) -> None:
-        if self._source is not None:
-            self._source.pass_over(number)
+        self._source.pass_over(number)
 
     def iterator(self, epoch: int, first_step: int) -> Iterator[Any]:
         import tensorflow as tf

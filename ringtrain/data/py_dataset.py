@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,9 +17,6 @@ from ringtrain.errors import DataError
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
-
-
-GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 
 
 class PyDatasetStream(Stream):
@@ -113,7 +109,7 @@ class PyDatasetStream(Stream):
 
     def seeded(self, number: int) -> contextlib.AbstractContextManager[None]:
         """Context with the random numbers of a batch, also of generators that the PyDataset has as attributes."""
-        generators = [value for value in vars(self.source).values() if isinstance(value, GENERATORS)]
+        generators = [value for value in vars(self.source).values() if isinstance(value, np.random.Generator)]
         return _seeded(self.seed, self._epoch, 1, number, generators=generators)
 
 
@@ -125,33 +121,13 @@ def _seeded(*seed: int, generators: Sequence[Any] = ()) -> Iterator[None]:
     words = sequence.generate_state(4)
     random.seed(words.tobytes())
     np.random.seed(words)
-    before = [copy.deepcopy(_state_of(generator)) for generator in generators]
+    before = [generator.bit_generator.state for generator in generators]
     for generator, own in zip(generators, sequence.spawn(len(generators)), strict=True):
-        if isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = type(generator.bit_generator)(own).state
-        else:
-            generator.seed(int(own.generate_state(1)[0]))
+        generator.bit_generator.state = type(generator.bit_generator)(own).state
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
         for generator, state in zip(generators, before, strict=True):
-            _set_state(generator, state)
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state()
-    return generator.getstate()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        generator.setstate(state)
+            generator.bit_generator.state = state

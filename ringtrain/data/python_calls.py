@@ -1,7 +1,7 @@
 """Python functions that threads of tf.data call by `tf.numpy_function`, also while the process ends.
 
-An iterator that nothing has deleted reads ahead until Python has ended: a call that waits then waits for ever, and one
-that returns then ends the process by a signal. So what calls wait for is closed before, and their end awaited.
+An iterator that nothing has deleted reads ahead until Python has ended: a call that returns then ends the process by a
+signal. So the end of calls is awaited before.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ QUIET_S = 0.1
 """without a call, until no other is expected"""
 LARGE = 64 << 20
 """bytes from which on an array is not copied by a pipeline; rows of a smaller copy take less time of the processor"""
-close_at_end: weakref.WeakSet[Any] = weakref.WeakSet()
-"""objects whose `close` ends what calls wait for"""
 
 
 class _Calls:
@@ -72,11 +70,7 @@ def of_tensorflow(method: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-@atexit.register
-def _end() -> None:
-    for one in [*close_at_end]:
-        one.close()
-    _calls.wait()
+atexit.register(_calls.wait)
 
 
 # ---- rows of large arrays --------------------------------------------------------------------------------------------
