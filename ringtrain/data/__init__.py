@@ -1,8 +1,7 @@
 """Data sets by name or module:function, sharded over ranks, as tf.data pipelines.
 
 dataset:        two splits of samples, in memory or read on demand, and their batches as tf.data
-sources:        data sets by name: digits, MNIST, synthetic, npz
-cifar:          CIFAR-10
+sources:        data sets by name: digits, MNIST, CIFAR-10, synthetic, npz
 image_files:    JPEG and PNG files, decoded and resized, and folders of them per class
 tfrecords:      ImageNet's TFRecord files
 spark_rows:     rows that Spark streams to this rank
@@ -17,8 +16,7 @@ data_files:     files behind paths and URLs
 block_cache:    blocks in memory, read ahead
 python_calls:   functions that threads of tf.data call, also while the process ends; rows of large NumPy arrays
 parts:          a rank's parts of a batch, and the header of its rows
-streams:        batches of a tf.data.Dataset or generator, and a rank's rows of each
-py_dataset:     batches of a finite PyDataset, by number, or a rank's rows of them
+streams:        batches of a tf.data.Dataset, PyDataset or generator, and a rank's rows of each
 from_rank_0:    batches that rank 0 sends to the other ranks
 whole_batches:  whole batches of a rank, for evaluation and prediction
 fit_arguments:  arguments of Keras' fit

@@ -16,9 +16,8 @@ from ringtrain.data.dataset import Split
 from ringtrain.data.fit_arguments import FitArguments
 from ringtrain.data.from_rank_0 import FromRank0, StreamOfRank0, leaves, packed
 from ringtrain.data.parts import fingerprint
-from ringtrain.data.py_dataset import PyDatasetStream
 from ringtrain.data.records import RecordRows, Records
-from ringtrain.data.streams import Stream, first_part, num_rows
+from ringtrain.data.streams import PyDatasetStream, Stream, first_part, num_rows
 from ringtrain.errors import DataError
 
 NUM_COMPARED = 2

@@ -160,7 +160,7 @@ PLANTED = (
         *(TWO, r"fit\(model, x, y(?!~batch_size=batch)"),
     ),
     Mutant(
-        *("hooks of validation data are called once", "data/py_dataset.py"),
+        *("hooks of validation data are called once", STREAMS),
         *("for _ in range(2 if self._begun else 1):", "for _ in range(1):"),
         *(TWO, r"def on_epoch_end\(self\)&epochs=[23]~validation_data=Batches"),
     ),
