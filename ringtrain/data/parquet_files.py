@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import zlib
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-WHOLE = re.compile(r"-?\d{1,18}")
-"""a whole number"""
 FOOTER = 8
 """last bytes of a file, after its metadata"""
 MAX_METADATA = 16 << 20
@@ -41,7 +37,7 @@ class Opened(NamedTuple):
 class ParquetFiles:
     """Columns of files, whose footers' checksum is taken: they have size and, mostly, extremes of each column.
 
-    A column may be a field of another one (`image.bytes`) or a folder's (`label` of label=3/part.parquet).
+    A column may be a field of another one (`image.bytes`).
 
     Args:
         columns: Names of columns; None: all.
@@ -66,24 +62,16 @@ class ParquetFiles:
         self._checksums = [one.checksum for one in found.values()]
         # A file without rows may have any types.
         types = {file: _types_of(one.schema) for file, one in found.items() if one.blocks}
-        of_folders = _types_of_folders([*types])
         first = next(iter(types), None)
-        self._types = {**of_folders, **types[first]} if first else {}
-        if columns is None:  # all of the files, and those of folders that all of them have
-            columns = [name for name in self._types if name not in of_folders or _have_folder(name, [*types])]
-        self.columns = list(columns)
-        self._of_folders = [name for name in self.columns if first and name not in types[first] and name in of_folders]
-        self._of_files = [name for name in self.columns if name not in self._of_folders]
+        self._types = types[first] if first else {}
+        self.columns = list(self._types if columns is None else columns)
         for file, of_file in types.items():
-            for name in self._of_folders:
-                if name not in _values_of_folders(file):
-                    raise DataError(f"{file}: has no column {name}, nor a folder {name}=..., as other files have")
-            for name in self._of_files:
+            for name in self.columns:
                 names = found[file].schema.names
                 if names.count(name) > 1:
                     raise DataError(f"{file}: has column {name} twice: it has {', '.join(names)}")
                 if name not in of_file:
-                    raise DataError(f"{file}: has no column {name}: it has {', '.join([*of_file, *of_folders])}")
+                    raise DataError(f"{file}: has no column {name}: it has {', '.join(of_file)}")
                 if _decoded(of_file[name]) != _decoded(self._types[name]):
                     raise DataError(
                         f"{file}: column {name} is {of_file[name]}, expected {self._types[name]} as in {first}"
@@ -119,26 +107,15 @@ class ParquetFiles:
         return {name: str(kind) for name, kind in self._types.items()}
 
     def checksum(self) -> int:
-        """Checksum of the checksums of the files, and of their folders' columns."""
-        content = str(self._checksums)
-        if self._of_folders:
-            of_blocks = [_values_of_folders(block.file) for block in self.blocks]
-            content += str([[of_block[name] for name in self._of_folders] for of_block in of_blocks])
-        return zlib.crc32(content.encode())
+        """Checksum of the checksums of the files."""
+        return zlib.crc32(str(self._checksums).encode())
 
     def read(self, block: Block) -> Columns:
-        import pyarrow as pa
 
         values: Columns = {}
-        table = self._table(block, self._of_files)
-        for name in self._of_files:
+        table = self._table(block, self.columns)
+        for name in self.columns:
             values[name] = _values(_column(table, name), f"{block.name}: column {name}")
-        for name in self._of_folders:
-            value = _values_of_folders(block.file)[name]
-            if self._types[name] == pa.int64():
-                values[name] = np.full(block.num_rows, int(value), np.int64)
-            else:
-                values[name] = np.full(block.num_rows, value, object)
         return values
 
 
@@ -154,29 +131,6 @@ def _types_of(schema: Any) -> dict[str, Any]:
         else:
             types[name] = kind
     return types
-
-
-def _types_of_folders(files: Sequence[DataFile]) -> dict[str, Any]:
-    """Types of the columns that the files' folders name: whole numbers, or texts."""
-    import pyarrow as pa
-
-    types: dict[str, Any] = {}
-    for file in files:
-        for name, value in _values_of_folders(file).items():
-            types.setdefault(name, pa.int64())
-            if not WHOLE.fullmatch(value):
-                types[name] = pa.string()
-    return types
-
-
-def _have_folder(name: str, files: Sequence[DataFile]) -> bool:
-    return all(name in _values_of_folders(file) for file in files)
-
-
-def _values_of_folders(file: DataFile) -> dict[str, str]:
-    """Values in the names of a file's folders, such as label=3, by column."""
-    pairs = [folder.partition("=") for folder in file.url.split("/")[:-1]]
-    return {name: unquote(value) for name, equals, value in pairs if name and equals}
 
 
 def _column(table: Any, name: str) -> pa.Array:
