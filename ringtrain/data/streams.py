@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
-
 NUM_KEPT = 16
 """whole batches: more than a pipeline reads ahead"""
 
@@ -201,9 +200,9 @@ class Stream(Split):
         """Does to shuffles and caches what an epoch or evaluation does, from 0, that an earlier process has read."""
         if self.is_endless:
             self._open = self._open or iter(self._own())
-            return
-        self._take_orders(number)
-        self._begin_unread()
+        elif number >= self._num_begun:
+            self._take_orders(number)
+            self._begin_unread()
 
     def end_epoch(self, epoch: int) -> None:
         if not self.is_endless:
