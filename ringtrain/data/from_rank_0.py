@@ -85,7 +85,7 @@ class StreamOfRank0(Stream):
     def iterator(self, epoch: int, first_step: int) -> Iterator[Any]:
         import tensorflow as tf
 
-        cut_own = tf.function(self.parts.cut, input_signature=[self.dataset.element_spec])
+        cut_own = tf.function(lambda batch: self.parts.cut(batch), input_signature=[self.dataset.element_spec])
         batches = None
         for number in itertools.count():
 
