@@ -216,7 +216,7 @@ def _own_batches(model: keras.Model, given: _Given, step: Callable[[Any], Any]) 
     if not hvd.is_initialized():
         keras_fit.start()
     x, rank, size = given.x, hvd.rank(), hvd.size()
-    _, why_rank_0 = data.operations_by_rank(x)
+    why_rank_0 = data.why_rank_0(x)
     whole: Any = None
     if isinstance(x, data.FromRank0) or why_rank_0:
 

@@ -34,6 +34,24 @@ def write_folder(root: Path, num_train: int, num_test: int) -> Path:
     return root
 
 
+def write_records(source: Path, target: Path, num_shards: int) -> None:
+    """The images of a folder as ImageNet has them, shuffled: train-00000-of-... and so on, and labels.txt."""
+    target.mkdir()
+    classes = sorted(path.name for path in (source / "train").iterdir())
+    (target / "labels.txt").write_text("".join(f"{name}\n" for name in classes))
+    for stem, folder, shards in (("train", "train", num_shards), ("validation", "val", 1)):
+        files = sorted((source / folder).glob("*/*"))
+        files = [files[number] for number in np.random.default_rng(0).permutation(len(files))]
+        for shard in range(shards):
+            with tf.io.TFRecordWriter(str(target / f"{stem}-{shard:05}-of-{shards:05}")) as writer:
+                for file in files[len(files) * shard // shards : len(files) * (shard + 1) // shards]:
+                    example = tf.train.Example()
+                    example.features.feature["image/encoded"].bytes_list.value.append(file.read_bytes())
+                    label = classes.index(file.parent.name) + 1
+                    example.features.feature["image/class/label"].int64_list.value.append(label)
+                    writer.write(example.SerializeToString())
+
+
 def numbered_png(number: int, size: int = 8) -> bytes:
     """A picture of one colour that says which sample it is: red and green are the number's two bytes."""
     pixels = np.zeros((size, size, 3), np.uint8)

@@ -1,12 +1,9 @@
 """Data sets by name or module:function, sharded over ranks, as tf.data pipelines.
 
-dataset:        two splits of samples, in memory or read on demand
-sources:        data sets by name: digits, MNIST, synthetic, npz
-cifar:          CIFAR-10
-image_files:    JPEG and PNG files, decoded and resized
-image_folder:   a folder of images per class
-tfrecords:      TFRecord files and their index
-make_tfrecords: command: images to TFRecords
+dataset:        two splits of samples, in memory or read on demand, and their batches as tf.data
+sources:        data sets by name: digits, MNIST, CIFAR-10, synthetic, npz
+image_files:    JPEG and PNG files, decoded and resized, and folders of them per class
+tfrecords:      ImageNet's TFRecord files
 spark_rows:     rows that Spark streams to this rank
 arrays:         arrays as Keras' fit takes them, and a rank's rows of each global batch
 records:        rows of files that are read while they are trained
@@ -16,43 +13,36 @@ tfrecord_files: TFRecords of any features
 blocks:         what is read of a file at once
 data_files:     files behind paths and URLs
 block_cache:    blocks in memory, read ahead
-python_calls:   functions that threads of tf.data call, also while the process ends
-in_place:       rows of large NumPy arrays, read where they are
+python_calls:   functions that threads of tf.data call, also while the process ends; rows of large NumPy arrays
 parts:          a rank's parts of a batch, and the header of its rows
-streams:        batches of a tf.data.Dataset or generator, and a rank's rows of each
-py_dataset:     batches of a finite PyDataset, by number, or a rank's rows of them
+streams:        batches of a tf.data.Dataset, PyDataset or generator, and a rank's rows of each
 from_rank_0:    batches that rank 0 sends to the other ranks
 whole_batches:  whole batches of a rank, for evaluation and prediction
 fit_arguments:  arguments of Keras' fit
 inputs:         training and validation data from them
-sharding:       distribution of the samples over the ranks
-row_order:      order of rows, made for some steps at a time
+row_order:      order of samples and rows, and those of a rank
 augment:        crops and flips, determined by seed and sample number
-pipeline:       batches as tf.data
-pipeline_graph: what the graph of a tf.data pipeline shows
-division:       the same pipeline for the rows of one rank alone
+division:       copies of tf.data pipelines, what their parts are, and the same for the rows of one rank alone
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from ringtrain.config import DataConfig
 from ringtrain.data.arrays import Arrays, NoSamples, NumberedRows, RowBatches
-from ringtrain.data.dataset import DataSet, Samples, Split, checksums
+from ringtrain.data.dataset import (
+    DataSet,
+    Samples,
+    Split,
+    checksums,
+    dealt_batches,
+    evaluation_batches,
+    training_batches,
+)
 from ringtrain.data.fit_arguments import BATCH_SIZE, FitArguments, is_nest, with_batch_sizes
 from ringtrain.data.from_rank_0 import FromRank0, packed, read_on_rank_0
-from ringtrain.data.inputs import inputs, operations_by_rank, shapes_of
+from ringtrain.data.inputs import inputs, shapes_of, why_rank_0
 from ringtrain.data.parts import Header, Parts, rows_of
-from ringtrain.data.pipeline import dealt_batches, evaluation_batches, training_batches
 from ringtrain.data.records import Records
-from ringtrain.data.sharding import evaluation_shard, part_of, training_shard
-from ringtrain.data.sources import PREPARE, source
+from ringtrain.data.row_order import evaluation_shard, part_of, training_shard
+from ringtrain.data.sources import source
 from ringtrain.data.streams import Stream, StreamRows
 from ringtrain.data.whole_batches import WholeBatches, no_batches, whole_batches
-
-
-def prepare(config: DataConfig, is_first: bool = True) -> None:
-    """Prepares files for the other ranks and later starts, e.g. an index of TFRecords, if `is_first`."""
-    if is_first and config.dir and config.name in PREPARE:
-        PREPARE[config.name](Path(config.dir))

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.data import in_place, sharding
-from ringtrain.data.dataset import Split, spaced
+from ringtrain.data import python_calls, row_order
+from ringtrain.data.dataset import Split, ahead, spaced
 from ringtrain.data.parts import Header, Parts, header_arrays
-from ringtrain.data.pipeline import ahead
 from ringtrain.data.python_calls import of_tensorflow
 from ringtrain.data.row_order import Order, Unshuffled, order_within_batches
 
@@ -91,7 +90,7 @@ class Arrays(NumberedRows):
         return self._numbered(np.arange(begin, end))
 
     def _numbered(self, numbers: NDArray[np.int64]) -> Any:
-        return _rows_of(self._without_large(), numbers, in_place.rows(self.large, numbers, _converted))
+        return _rows_of(self._without_large(), numbers, python_calls.rows(self.large, numbers, _converted))
 
     def checksum(self) -> int:
         """Checksum of all rows of NumPy arrays; of others and of files, of up to 256, evenly spaced."""
@@ -112,7 +111,7 @@ class Arrays(NumberedRows):
         return checksum
 
     def _shuffled(self, global_batch_size: int, seed: int, epoch: int) -> Order:
-        return Order(sharding.epoch_order(len(self), 1, seed, epoch)[:, 0], global_batch_size)
+        return Order(row_order.epoch_order(len(self), 1, seed, epoch)[:, 0], global_batch_size)
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
         """Batches in the nest of the arrays; see `Split.batches`."""
@@ -122,7 +121,7 @@ class Arrays(NumberedRows):
 
         def batch_of(one: Any, data: Any) -> Any:
             numbers = one[1]
-            return _rows_of(data, numbers, in_place.rows(large, numbers, _converted))
+            return _rows_of(data, numbers, python_calls.rows(large, numbers, _converted))
 
         # An input of the function: a captured constant of this size would be slow.
         pairs = tf.data.Dataset.zip(order, tf.data.Dataset.from_tensors(self._without_large()).repeat())
@@ -133,13 +132,13 @@ class Arrays(NumberedRows):
 
     @property
     def large(self) -> list[NDArray[Any]]:
-        return [leaf for leaf in _flat(self.nest) if in_place.is_large(leaf)]
+        return [leaf for leaf in _flat(self.nest) if python_calls.is_large(leaf)]
 
     def _without_large(self) -> Any:
         """The nest as tf.data takes it, in which large arrays have no rows."""
         import keras
 
-        nest = keras.tree.map_structure(lambda leaf: leaf[:0] if in_place.is_large(leaf) else leaf, self.nest)
+        nest = keras.tree.map_structure(lambda leaf: leaf[:0] if python_calls.is_large(leaf) else leaf, self.nest)
         return keras.tree.lists_to_tuples(_sliceable(nest, "tensorflow"))
 
 
@@ -343,9 +342,9 @@ def _compared(leaf: Any, num_rows: int) -> Iterator[tuple[Any, Any]]:
     if num_rows:
         chosen = spaced(num_rows, 256)
     if type(leaf) is not np.ndarray:
-        yield (leaf[chosen], slice(None)) if in_place.is_large(leaf) else (leaf, chosen)
+        yield (leaf[chosen], slice(None)) if python_calls.is_large(leaf) else (leaf, chosen)
         return
-    step = max(1, in_place.LARGE * num_rows // max(1, leaf.nbytes))
+    step = max(1, python_calls.LARGE * num_rows // max(1, leaf.nbytes))
     for begin in range(0, num_rows, step):
         yield leaf[begin : begin + step], slice(None)
 

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.data.pipeline import ahead
-from ringtrain.data.streams import Stream, cut
+from ringtrain.data.dataset import Split
+from ringtrain.data.streams import Stream
 from ringtrain.errors import DataError, RingtrainError
 
 if TYPE_CHECKING:
@@ -50,54 +50,42 @@ class StreamOfRank0(Stream):
     def __init__(self, source: Callable[[], Stream]) -> None:
         import tensorflow as tf
 
-        self._source: Any = None  # on other ranks
+        self._source: Any = Split()  # on other ranks, without batches
 
         def read() -> tuple[Any, ...]:
             self._source = one = source()
             facts = one.num_batches, one.batch_size, one.on_resume, one.may_end_early, one.is_endless
-            return one.kind, one.dataset.element_spec, one.has_new_orders, facts
+            return one.kind, one.dataset.element_spec, facts
 
-        kind, spec, self._has_new_orders, facts = read_on_rank_0(read)
+        kind, spec, facts = read_on_rank_0(read)
         self.num_batches, self.batch_size, self.on_resume, self.may_end_early, self.is_endless = facts
         self.kind = f"{kind} of rank 0"
         self.dataset = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
 
     def close(self) -> None:
-        if self._source is not None:
+        if isinstance(self._source, Stream):
             self._source.close()
 
     def end_epoch(self, epoch: int) -> None:
-        if self._source is not None:
-            self._source.end_epoch(epoch)
+        self._source.end_epoch(epoch)
 
-    def part(self, numbers: Sequence[int]) -> tf.data.Dataset:
-        if self._source is None:
-            return super().part(numbers)
-        part: tf.data.Dataset = self._source.part(numbers)
-        return part
+    def part(self, numbers: Sequence[int]) -> tf.data.Dataset | None:
+        part: tf.data.Dataset | None = self._source.part(numbers)
+        return self.dataset if part is None else part
 
-    @property
-    def has_new_orders(self) -> bool:
-        return self._has_new_orders
+    def begin_evaluation(self, number: int) -> None:
+        self._source.begin_evaluation(number)
 
-    def fix_order(self) -> None:
-        """Does nothing: an evaluation has all batches at once."""
+    def end_evaluation(self) -> None:
+        self._source.end_evaluation()
 
-    def begin_evaluation(self, number: int, num_shards: int) -> None:
-        if self._source is not None:
-            self._source.begin_evaluation(number, 1)
+    def pass_over(self, number: int) -> None:
+        self._source.pass_over(number)
 
-    def pass_over(self, num_evaluations: int, num_shards: int) -> None:
-        if self._source is not None:
-            self._source.pass_over(num_evaluations, 1)
-
-    def pass_over_shards(self, number: int) -> None:
-        """Does nothing: rank 0 evaluates them all."""
-
-    def iterator(self, rows: tf.data.Dataset, epoch: int, first_step: int) -> Iterator[Any]:
+    def iterator(self, epoch: int, first_step: int) -> Iterator[Any]:
         import tensorflow as tf
 
-        cut_own = tf.function(lambda batch: cut(batch, self.parts), input_signature=[self.dataset.element_spec])
+        cut_own = tf.function(lambda batch: self.parts.cut(batch), input_signature=[self.dataset.element_spec])
         batches = None
         for number in itertools.count():
 
@@ -105,7 +93,7 @@ class StreamOfRank0(Stream):
                 nonlocal batches
                 if batches is None:
                     self._source.steps_per_call = self.steps_per_call
-                    batches = self._source.iterator(ahead(self._source.dataset), epoch, first_step)
+                    batches = self._source.iterator(epoch, first_step)
                 return leaves(next(batches, ()))
 
             batch = read_on_rank_0(read)

@@ -5,25 +5,26 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from types import GeneratorType
 from typing import Any
 
+from ringtrain.data import division
 from ringtrain.data.arrays import Arrays, NoSamples, NumberedRows
 from ringtrain.data.dataset import Split
-from ringtrain.data.division import divide
 from ringtrain.data.fit_arguments import FitArguments
 from ringtrain.data.from_rank_0 import FromRank0, StreamOfRank0, leaves, packed
-from ringtrain.data.pipeline_graph import RandomOperation, caches_in_file, random_operations, states_of
-from ringtrain.data.py_dataset import PyDatasetStream
+from ringtrain.data.parts import fingerprint
 from ringtrain.data.records import RecordRows, Records
-from ringtrain.data.streams import Stream, first_part, num_rows
+from ringtrain.data.streams import PyDatasetStream, Stream, first_part, num_rows
 from ringtrain.errors import DataError
 
+NUM_COMPARED = 2
+"""batches, which show whether a pipeline gives the same ones again"""
 IN_A_FILE = "as one process alone can write the file of cache()"
 _read_by_rank_0: weakref.WeakSet[Any] = weakref.WeakSet()
-"""parts of pipelines with a state, which are behind it on the other ranks"""
+"""pipelines whose shuffles the other ranks have not read"""
 
 
 def shapes_of(train: NumberedRows | Stream) -> tuple[Any, int]:
@@ -49,28 +50,17 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[NumberedRows | Stream,
     if isinstance(given.shuffle, str) and given.shuffle != "batch":
         raise DataError(f'ringtrain.fit: got shuffle {given.shuffle!r}, expected True, False or "batch"')
     how = (given.class_weight, given.steps_per_epoch, given.num_epochs, bool(given.shuffle), given.seed)
-    random_operations, why_rank_0 = operations_by_rank(given.x)
-    _, why_held_out = operations_by_rank(given.validation_data)
-    if why_held_out and not why_rank_0:  # both may have the same shuffle
-        random_operations, why_rank_0 = operations_by_rank(given.x)
+    of_rank_0, why_held_out = why_rank_0(given.x), why_rank_0(given.validation_data)
     if why_held_out:
         given = replace(given, validation_data=FromRank0(given.validation_data))
-    x = FromRank0(given.x) if why_rank_0 else given.x
+    x = FromRank0(given.x) if of_rank_0 else given.x
     stream = _shard(x, *how) if callable(x) else _stream(x, *how)
     if stream:
-        if why_rank_0:
-            stream.kind, stream.why_rank_0 = "tf.data.Dataset", why_rank_0
-        if any(operation.always_differs for operation in random_operations):
-            stream.on_resume += ", with other random numbers"
-        elif random_operations:
-            texts = ", ".join(operation.text for operation in random_operations)
-            stream.advice = f"it has {texts}: give all ranks the same, or pass ringtrain.from_rank_0(dataset)"
-        going_on = [operation.text for operation in random_operations if operation.goes_on]
-        if going_on:
-            stream.on_resume += f"; {', '.join(going_on)} then draws other numbers"
+        if of_rank_0:
+            stream.kind, stream.why_rank_0 = "tf.data.Dataset", of_rank_0
         _check_stream(stream, given)
         if not stream.is_shard and not isinstance(x, FromRank0):
-            divide(stream)
+            _divide(stream)
         held_out = _held_out(given.validation_data, given, batch_size, why_held_out)
         if given.max_steps:
             _shorten_stream(stream, given)
@@ -90,6 +80,18 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[NumberedRows | Stream,
         _shortened(train, num_steps, batch_size),
         _shortened(_held_out(validation_data, given, batch_size, why_held_out), given.max_steps, batch_size),
     )
+
+
+def _divide(stream: Stream) -> None:
+    """Lets each rank make its own rows of a stream alone, if its pipeline is plain."""
+    from ringtrain import hvd
+
+    if not hvd.is_initialized() or hvd.size() == 1 or hvd.elastic.is_on():
+        return
+    if stream.kind == "tf.data.Dataset":
+        stream.division, stream.why_whole = division.division_of(stream.dataset)
+    else:
+        stream.why_whole = f"a {stream.kind} makes whole batches"
 
 
 def _rows(given: FitArguments) -> tuple[NumberedRows, Any]:
@@ -151,51 +153,60 @@ def _check_steps(given: FitArguments, num_batches: int, batch_size: int) -> None
         )
 
 
-def operations_by_rank(x: Any) -> tuple[list[RandomOperation], str]:
-    """Random operations of a pipeline, and why rank 0 must read it for all ranks, if so, as a phrase. Collective."""
+def why_rank_0(x: Any) -> str:
+    """Why rank 0 must read data for all ranks, as a phrase; "": it need not. Collective."""
     import tensorflow as tf
 
     from ringtrain import hvd
 
-    pipeline = x.batches if isinstance(x, FromRank0) else x
-    is_pipeline = isinstance(pipeline, tf.data.Dataset)
-    operations, checksum = random_operations(x) if isinstance(x, tf.data.Dataset) else ([], 0)
     if hvd.elastic.is_on():
-        _check_elastic(x, [operation.text for operation in operations if operation.always_differs])
-        return operations, ""
+        _check_elastic(x)
+        return ""
     if not hvd.is_initialized() or hvd.size() == 1:
-        return operations, ""
-    states = states_of(pipeline) if is_pipeline else []
-    why = ""
+        return ""
+    pipeline, why = x.batches if isinstance(x, FromRank0) else x, ""
     if isinstance(x, tf.data.Dataset):
-        why = _why_other_batches(operation for operation in operations if operation.always_differs)
-        if caches_in_file(x):
-            why = why or IN_A_FILE
-        if any(state in _read_by_rank_0 for state in states):
-            why = why or "which alone has read a part of it before"
-    of_ranks = hvd.allgather_object((why, checksum), name="ringtrain_random_operations")
-    if not any(of_rank for of_rank, _ in of_ranks) and len({of_rank for _, of_rank in of_ranks}) > 1:
-        why = _why_other_batches(operations)
-    why = why or next((of_rank for of_rank, _ in of_ranks if of_rank), "")
-    if why or isinstance(x, FromRank0):
-        _read_by_rank_0.update(states)
-    return operations, why
+        if x in _read_by_rank_0:
+            why = "which alone has read it before"
+        elif division.caches_in_file(x):
+            why = IN_A_FILE
+        elif _is_random(x):
+            why = "as each iteration of the first batches gives others"
+    whys = hvd.allgather_object(why, name="ringtrain_why_rank_0")
+    why = next(filter(None, whys), "")
+    if isinstance(pipeline, tf.data.Dataset) and (why or x is not pipeline):
+        _read_by_rank_0.add(pipeline)
+    return why
 
 
-def _why_other_batches(operations: Iterable[RandomOperation]) -> str:
-    texts = ", ".join(operation.text for operation in operations)
-    return texts and f"as each rank would get other batches from {texts}"
+def _is_random(dataset: Any) -> bool:
+    """Returns whether two copies of a pipeline begin with different batches, as shuffles without a seed do."""
+    import tensorflow as tf
+
+    if division.calls_python(dataset):  # functions may have a state, which changes
+        return False
+    contents = []
+    for _ in range(2):
+        copy = division.copy_of(dataset)
+        if copy is None:
+            return False
+        try:
+            contents.append([int(fingerprint(batch)) for batch in copy.take(NUM_COMPARED)])
+        except tf.errors.OpError:  # which training meets, too
+            return False
+    return contents[0] != contents[1]
 
 
-def _check_elastic(x: Any, differing: Sequence[str]) -> None:
+def _check_elastic(x: Any) -> None:
     """Raises DataError for batches that a rank which joins cannot make again."""
     import tensorflow as tf
 
     why = ""
-    if differing:
-        why = f"a pipeline with {', '.join(differing)} gives each rank other batches: give random operations a seed"
-    elif isinstance(x, tf.data.Dataset) and caches_in_file(x):
-        why = "the ranks of a host would write the same file: use cache() without one"
+    if isinstance(x, tf.data.Dataset):
+        if _is_random(x):
+            why = "each iteration of the pipeline's first batches gives others: give random operations a seed"
+        elif division.caches_in_file(x):
+            why = "the ranks of a host would write the same file: use cache() without one"
     elif isinstance(x, FromRank0):
         why = "rank 0 may be lost, and what it has read with it: pass batches that every rank can make"
     elif callable(x):

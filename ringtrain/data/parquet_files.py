@@ -1,13 +1,11 @@
-"""Parquet files, whose blocks are their row groups, and whose columns have types."""
+"""Parquet files, whose blocks are their row groups."""
 
 from __future__ import annotations
 
 import os
-import re
 import zlib
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,15 +19,13 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-WHOLE = re.compile(r"-?\d{1,18}")
-"""a whole number"""
 FOOTER = 8
 """last bytes of a file, after its metadata"""
 MAX_METADATA = 16 << 20
 """serialized bytes of the files' metadata that stay in memory, where they take 17 times as much"""
 
 
-class _Opened(NamedTuple):
+class Opened(NamedTuple):
     """Blocks and schema of a file."""
 
     blocks: list[Block]
@@ -39,9 +35,9 @@ class _Opened(NamedTuple):
 
 
 class ParquetFiles:
-    """Columns of files, whose footers have a checksum, sizes and, mostly, extremes of each column.
+    """Columns of files, whose footers' checksum is taken: they have size and, mostly, extremes of each column.
 
-    A column may be a field of another one (`image.bytes`) or a folder's (`label` of label=3/part.parquet).
+    A column may be a field of another one (`image.bytes`).
 
     Args:
         columns: Names of columns; None: all.
@@ -53,71 +49,35 @@ class ParquetFiles:
         try:
             import pyarrow  # noqa: F401
         except ImportError as error:
-            raise DataError(
-                f"ringtrain.Records: {self.kind} needs pyarrow: pip install 'ringtrain[records]'"
-            ) from error
+            raise DataError("ringtrain.Records: Parquet needs pyarrow: pip install 'ringtrain[records]'") from error
         self._metadata: dict[DataFile, Any] = {}
         """of the first files, up to MAX_METADATA: to read it takes longer than to read a small block"""
         found = data_files.of_each(self._opened, files)
-        self.blocks = [block for one in found.values() for block in one.blocks]
-        self._checksums = [one.checksum for one in found.values()]
-        # A file without rows may have any types.
-        types = {file: _types_of(one.schema) for file, one in found.items() if one.blocks}
-        of_folders = _types_of_folders([*types])
-        first = next(iter(types), None)
-        self._types = {**of_folders, **types[first]} if first else {}
-        if columns is None:  # all of the files, and those of folders that all of them have
-            columns = [name for name in self._types if name not in of_folders or _have_folder(name, [*types])]
-        self.columns = list(columns)
-        self._of_folders = [name for name in self.columns if first and name not in types[first] and name in of_folders]
-        self._of_files = [name for name in self.columns if name not in self._of_folders]
-        for file, of_file in types.items():
-            for name in self._of_folders:
-                if name not in _values_of_folders(file):
-                    raise DataError(f"{file}: has no column {name}, nor a folder {name}=..., as other files have")
-            for name in self._of_files:
-                names = found[file].schema.names
-                if names.count(name) > 1:
-                    raise DataError(f"{file}: has column {name} twice: it has {', '.join(names)}")
-                if name not in of_file:
-                    raise DataError(f"{file}: has no column {name}: it has {', '.join([*of_file, *of_folders])}")
-                if _decoded(of_file[name]) != _decoded(self._types[name]):
-                    raise DataError(
-                        f"{file}: column {name} is {of_file[name]}, expected {self._types[name]} as in {first}"
-                    )
         num_bytes = 0
         for file in files:
             num_bytes += self._metadata[file].serialized_size
             if num_bytes > MAX_METADATA:
                 del self._metadata[file]
+        self.blocks = [block for one in found.values() for block in one.blocks]
+        self._checksums = [one.checksum for one in found.values()]
+        # A file without rows may have any types.
+        types = {file: _types_of(one.schema) for file, one in found.items() if one.blocks}
+        first = next(iter(types), None)
+        self._types = types[first] if first else {}
+        self.columns = list(self._types if columns is None else columns)
+        for file, of_file in types.items():
+            for name in self.columns:
+                names = found[file].schema.names
+                if names.count(name) > 1:
+                    raise DataError(f"{file}: has column {name} twice: it has {', '.join(names)}")
+                if name not in of_file:
+                    raise DataError(f"{file}: has no column {name}: it has {', '.join(of_file)}")
+                if _decoded(of_file[name]) != _decoded(self._types[name]):
+                    raise DataError(
+                        f"{file}: column {name} is {of_file[name]}, expected {self._types[name]} as in {first}"
+                    )
 
-    def types(self) -> dict[str, str]:
-        return {name: str(kind) for name, kind in self._types.items()}
-
-    def checksum(self) -> int:
-        """Checksum of the checksums of the files, and of their folders' columns."""
-        content = str(self._checksums)
-        if self._of_folders:
-            of_blocks = [_values_of_folders(block.file) for block in self.blocks]
-            content += str([[of_block[name] for name in self._of_folders] for of_block in of_blocks])
-        return zlib.crc32(content.encode())
-
-    def read(self, block: Block) -> Columns:
-        import pyarrow as pa
-
-        values: Columns = {}
-        table = self._table(block, self._of_files)
-        for name in self._of_files:
-            values[name] = _values(_column(table, name), f"{block.name}: column {name}")
-        for name in self._of_folders:
-            value = _values_of_folders(block.file)[name]
-            if self._types[name] == pa.int64():
-                values[name] = np.full(block.num_rows, int(value), np.int64)
-            else:
-                values[name] = np.full(block.num_rows, value, object)
-        return values
-
-    def _opened(self, file: DataFile) -> _Opened:
+    def _opened(self, file: DataFile) -> Opened:
         import pyarrow.parquet as pq
 
         def read(opened: IO[bytes]) -> tuple[Any, Any, int]:
@@ -129,7 +89,7 @@ class ParquetFiles:
         metadata, schema, checksum = data_files.read_file(file, read, f"{file}: cannot be read as Parquet")
         sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         self._metadata[file] = metadata
-        return _Opened([Block(file, number, rows) for number, rows in enumerate(sizes) if rows], schema, checksum)
+        return Opened([Block(file, number, rows) for number, rows in enumerate(sizes) if rows], schema, checksum)
 
     def _table(self, block: Block, columns: Sequence[str]) -> Any:
         import pyarrow.parquet as pq
@@ -142,6 +102,21 @@ class ParquetFiles:
                 return parquet.read_row_group(block.number, columns=columns, use_threads=False)
 
         return data_files.read_file(block.file, read, f"{block.name} cannot be read")
+
+    def types(self) -> dict[str, str]:
+        return {name: str(kind) for name, kind in self._types.items()}
+
+    def checksum(self) -> int:
+        """Checksum of the checksums of the files."""
+        return zlib.crc32(str(self._checksums).encode())
+
+    def read(self, block: Block) -> Columns:
+
+        values: Columns = {}
+        table = self._table(block, self.columns)
+        for name in self.columns:
+            values[name] = _values(_column(table, name), f"{block.name}: column {name}")
+        return values
 
 
 def _types_of(schema: Any) -> dict[str, Any]:
@@ -156,29 +131,6 @@ def _types_of(schema: Any) -> dict[str, Any]:
         else:
             types[name] = kind
     return types
-
-
-def _types_of_folders(files: Sequence[DataFile]) -> dict[str, Any]:
-    """Types of the columns that the files' folders name: whole numbers, or texts."""
-    import pyarrow as pa
-
-    types: dict[str, Any] = {}
-    for file in files:
-        for name, value in _values_of_folders(file).items():
-            types.setdefault(name, pa.int64())
-            if not WHOLE.fullmatch(value):
-                types[name] = pa.string()
-    return types
-
-
-def _have_folder(name: str, files: Sequence[DataFile]) -> bool:
-    return all(name in _values_of_folders(file) for file in files)
-
-
-def _values_of_folders(file: DataFile) -> dict[str, str]:
-    """Values in the names of a file's folders, such as label=3, by column."""
-    pairs = [folder.partition("=") for folder in file.url.split("/")[:-1]]
-    return {name: unquote(value) for name, equals, value in pairs if name and equals}
 
 
 def _column(table: Any, name: str) -> pa.Array:

@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ringtrain.data import sharding
+from ringtrain.data import row_order
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
     import tensorflow as tf
+
+MODULUS = 2**31 - 1
+"""Fingerprints are below this."""
+FINGERPRINTED = 1024
+"""numbers of each part of a batch that count, at least"""
 
 
 class Header(NamedTuple):
@@ -37,12 +42,12 @@ class Parts(NamedTuple):
     def of_rank(cls, rank: int, size: int, num_virtual: int = 0) -> Parts:
         """A rank's part; with virtual ranks, those of the virtual ranks that it computes."""
         if num_virtual:
-            return cls(range(*sharding.part_of(num_virtual, rank, size)), num_virtual)
+            return cls(range(*row_order.part_of(num_virtual, rank, size)), num_virtual)
         return cls(range(rank, rank + 1), size)
 
     def bounds(self, num_rows: int) -> list[tuple[int, int]]:
         """First row of each part of a batch, and the row after its last one."""
-        return [sharding.part_of(num_rows, number, self.num_parts) for number in self.numbers]
+        return [row_order.part_of(num_rows, number, self.num_parts) for number in self.numbers]
 
     def shares(self, num_rows: int) -> list[float]:
         """See `Header`."""
@@ -55,12 +60,8 @@ class Parts(NamedTuple):
             places += range(begin, end) if begin < end else (0,)
         return places
 
-    def cut(self, batch: Any, have_same_rows: bool = False) -> tuple[Header, Any]:
-        """This rank's rows of a batch of tensors, dense, ragged or sparse, with their header.
-
-        Args:
-            batch: Nest of tensors.
-            have_same_rows: Whether the tensors are known to have as many rows each, which saves time.
+    def cut(self, batch: Any) -> tuple[Header, Any]:
+        """This rank's rows of a batch of tensors, dense, ragged or sparse, with the header of the batch.
 
         Raises:
             DataError: When it is read: tensors have different numbers of rows, which the parts do not divide.
@@ -69,19 +70,19 @@ class Parts(NamedTuple):
 
         leaves = with_rows(batch)
         rows = num_rows_of(leaves[0])
-        if not have_same_rows and len(leaves) > 1:
+        if len(leaves) > 1:
             with tf.control_dependencies([self._checked([rows, *map(num_rows_of, leaves[1:])])]):
                 rows = tf.identity(rows)
         bounds, shares = self._bounds(rows), []
         for begin, end in bounds:
             shares.append(tf.cast(end - begin, tf.float64) * self.num_parts / tf.cast(rows, tf.float64))
-        header = Header(tf.stack(shares), tf.stack(_num_read(bounds)), tf.zeros([], tf.float64))
+        header = Header(tf.stack(shares), tf.stack(_num_read(bounds)), tf.cast(fingerprint(batch), tf.float64))
 
         # Each tensor is divided by its own rows: a batch may have 16 of one kind and 4 of another.
         def part_of(leaf: Any) -> Any:
             if leaf.shape.rank == 0:  # a number, such as a temperature, that is the same for all rows
                 return leaf
-            own = bounds if have_same_rows else self._bounds(num_rows_of(leaf))
+            own = self._bounds(num_rows_of(leaf))
             lengths = _num_read(own)
             begins = [begin * tf.cast(begin < end, begin.dtype) for begin, end in own]
             pieces = [rows_of(leaf, begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
@@ -176,3 +177,23 @@ def header_arrays(parts: Parts, num_rows: Sequence[int]) -> Header:
     shares = np.array([parts.shares(rows) for rows in num_rows], np.float64)
     lengths = np.array([[max(1, end - begin) for begin, end in parts.bounds(rows)] for rows in num_rows], np.int64)
     return Header(shares, lengths, np.zeros(len(num_rows)))
+
+
+def fingerprint(batch: Any) -> tf.Tensor:
+    """Number of evenly spaced values of all parts of a batch, below MODULUS."""
+    import tensorflow as tf
+
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+    return tf.math.floormod(tf.add_n([_fingerprint(leaf) for leaf in leaves]), MODULUS)
+
+
+def _fingerprint(leaf: Any) -> tf.Tensor:
+    """Number of evenly spaced values of a part of a batch, below MODULUS."""
+    import tensorflow as tf
+
+    values = leaf.values if isinstance(leaf, tf.SparseTensor) else leaf
+    values = values.flat_values if isinstance(values, tf.RaggedTensor) else values
+    values = tf.reshape(values, [-1])
+    values = values[:: tf.maximum(1, tf.size(values) // FINGERPRINTED)]
+    text = tf.io.serialize_tensor(values)
+    return tf.strings.to_hash_bucket_fast(text, MODULUS)

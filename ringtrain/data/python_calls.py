@@ -1,7 +1,7 @@
 """Python functions that threads of tf.data call by `tf.numpy_function`, also while the process ends.
 
-An iterator that nothing has deleted reads ahead until Python has ended: a call that waits then waits for ever, and one
-that returns then ends the process by a signal. So what calls wait for is closed before, and their end awaited.
+An iterator that nothing has deleted reads ahead until Python has ended: a call that returns then ends the process by a
+signal. So the end of calls is awaited before.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 END_LIMIT_S = 5.0
 QUIET_S = 0.1
 """without a call, until no other is expected"""
-close_at_end: weakref.WeakSet[Any] = weakref.WeakSet()
-"""objects whose `close` ends what calls wait for"""
+LARGE = 64 << 20
+"""bytes from which on an array is not copied by a pipeline; rows of a smaller copy take less time of the processor"""
 
 
 class _Calls:
@@ -67,8 +70,37 @@ def of_tensorflow(method: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-@atexit.register
-def _end() -> None:
-    for one in [*close_at_end]:
-        one.close()
-    _calls.wait()
+atexit.register(_calls.wait)
+
+
+# ---- rows of large arrays --------------------------------------------------------------------------------------------
+
+
+def is_large(array: Any) -> bool:
+    """Returns whether an array is so large that its rows are read where it is, instead of from a copy."""
+    if type(array) not in (np.ndarray, np.memmap) or array.nbytes < LARGE:
+        return False
+    # TensorFlow takes numbers of the processor's byte order alone.
+    return array.dtype.kind in "biufc" and array.dtype.isnative
+
+
+def rows(
+    arrays: Sequence[NDArray[Any]], numbers: Any, converted: Callable[[NDArray[Any]], NDArray[Any]] = np.asarray
+) -> list[Any]:
+    """Tensors with the rows of these numbers, int64 [n], of each array.
+
+    Args:
+        converted: Function that is applied to the rows.
+    """
+    import tensorflow as tf
+
+    if not arrays:
+        return []
+
+    def taken(numbers: NDArray[np.int64]) -> list[NDArray[Any]]:
+        return [converted(array[numbers]) for array in arrays]  # take() copies arrays in Fortran's order first
+
+    nothing = [converted(array[:0]) for array in arrays]
+    found = tf.nest.flatten(tf.numpy_function(taken, [numbers], [array.dtype for array in nothing]))
+    shapes = [(*numbers.shape, *array.shape[1:]) for array in nothing]
+    return [tf.ensure_shape(tensor, shape) for tensor, shape in zip(found, shapes, strict=True)]

@@ -1,4 +1,4 @@
-"""Files of rows of any kind, which their first bytes tell; and images in a folder per class."""
+"""Files of rows of any kind, which their first bytes tell, and images in a folder per class."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringtrain.errors import DataError
 
 PARQUET, GZIP = b"PAR1", b"\x1f\x8b"
 """first bytes"""
-OF_IMAGES = {"image": "encoded image", "class": "int64", "path": "text"}
+TYPES = {"image": "encoded image", "class": "int64", "path": "text"}
 MAX_NAMES = 5
 """classes that are listed"""
 
@@ -88,7 +88,7 @@ class ClassFolders:
     """Images with their class, which is the place of their folder among the names of all; a block is one image.
 
     Args:
-        columns: Of OF_IMAGES; None: all.
+        columns: Of TYPES; None: all.
         class_names: Names of all folders, in order. None: those of the images, sorted.
     """
 
@@ -97,12 +97,10 @@ class ClassFolders:
     def __init__(
         self, files: Sequence[DataFile], columns: Sequence[str] | None, class_names: Sequence[str] | None = None
     ) -> None:
-        columns = list(OF_IMAGES) if columns is None else columns
-        missing = [name for name in columns if name not in OF_IMAGES]
+        columns = list(TYPES) if columns is None else columns
+        missing = [name for name in columns if name not in TYPES]
         if missing:
-            raise DataError(
-                f"{files[0]}: is an image, which has no column {missing[0]}: expected {', '.join(OF_IMAGES)}"
-            )
+            raise DataError(f"{files[0]}: is an image, which has no column {missing[0]}: expected {', '.join(TYPES)}")
         self.columns = columns
         self.class_names = list(class_names or sorted({_folder_of(file) for file in files}))
         self._classes = {name: number for number, name in enumerate(self.class_names)}
@@ -114,7 +112,7 @@ class ClassFolders:
     def types(self) -> dict[str, str]:
         names = ", ".join(self.class_names[:MAX_NAMES])
         more = ", ..." if len(self.class_names) > MAX_NAMES else ""
-        return {**OF_IMAGES, "class": f"int64 ({names}{more})"}
+        return {**TYPES, "class": f"int64 ({names}{more})"}
 
     def checksum(self) -> int:
         """Checksum of the files' sizes and classes."""

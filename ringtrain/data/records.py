@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.data import pipeline_graph
+from ringtrain.data import division
 from ringtrain.data.arrays import NumberedRows, RowNumbers
 from ringtrain.data.block_cache import NUM_THREADS, BlockCache, num_bytes
 from ringtrain.data.blocks import Columns
@@ -408,7 +408,7 @@ class RecordRows(NumberedRows):
         rows_and_batches.records = records  # as long as the dataset lives, so do they
         batches = rows_and_batches.map(lambda rows, batch: batch)
         if records.transform:
-            state = pipeline_graph.state_of(batches.map(records.transform)._map_func.function)
+            state = division.state_of(batches.map(records.transform)._map_func.function)
             if state:
                 raise DataError(
                     f"ringtrain.Records: transform has {state}, which would depend on the number of ranks: use"

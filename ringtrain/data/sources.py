@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import gzip
 import math
 import os
+import re
 import struct
+import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -20,17 +23,23 @@ from numpy.typing import NDArray
 
 from ringtrain.config import DataConfig
 from ringtrain.config_io import find, imported
-from ringtrain.data.cifar import cifar10
 from ringtrain.data.dataset import DataSet, check_numbers, checked
 from ringtrain.data.fit_arguments import FitArguments, arguments_of, is_nest
-from ringtrain.data.image_folder import image_folder
+from ringtrain.data.image_files import image_folder
 from ringtrain.data.records import Records
 from ringtrain.data.spark_rows import spark
-from ringtrain.data.tfrecords import imagenet_tfrecords, write_index
+from ringtrain.data.tfrecords import imagenet_tfrecords
 from ringtrain.errors import ConfigError, DataError
 
 DEBIAN_FOLDER = Path("/usr/share/datasets")
 UNSIGNED_BYTE = 8  # type code of IDX
+CIFAR_CLASSES = 10
+CIFAR_PADDING = 4  # pixels: He et al. 2015, section 4.2
+CIFAR_PIXELS = 3 * 32 * 32
+CIFAR_BATCH = re.compile(r"(data_batch_\d+|test_batch)\.bin")
+CIFAR_FOLDERS = ("", "cifar-10-batches-bin")
+CIFAR_ARCHIVE = "cifar-10-binary.tar.gz"
+Batch = tuple[NDArray[np.uint8], NDArray[np.int64]]
 
 
 def digits(config: DataConfig) -> DataSet:
@@ -180,6 +189,81 @@ def find_idx(folder: Path, stem: str) -> Path:
     raise DataError(f"{folder / stem}: not found, nor the same with .gz")
 
 
+def cifar10(config: DataConfig) -> DataSet:
+    """Reads 50000 training and 10000 test images of 32x32 RGB pixels in ten classes. Raises DataError.
+
+    The binary version, https://www.cs.toronto.edu/~kriz/cifar.html, has one byte for the class of an image and 3072 for
+    its pixels: red, green, blue, each row by row.
+
+    data.dir is an archive, or a folder with an archive, the folder it unpacks to, or the files themselves. Fewer
+    batches than published are accepted. With data.augment, training images are shifted and flipped.
+    """
+    if not config.dir:
+        raise DataError(f"{config.name}: give its directory or archive with --data.dir")
+    path = Path(config.dir)
+    try:
+        files = {name: (where, content) for name, where, content in _cifar_files(path)}
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise DataError(f"{path}: cannot be read: {reason}") from error
+    if "test_batch.bin" not in files or len(files) < 2:
+        raise DataError(
+            f"{path}: contains no CIFAR-10 in the binary version, expected data_batch_1.bin, ... and test_batch.bin, or"
+            f" {CIFAR_ARCHIVE}"
+        )
+    batches = {name: _cifar_batch(*files[name]) for name in sorted(files)}
+    test = batches.pop("test_batch.bin")
+    images, labels = zip(*batches.values(), strict=True)
+    data_set = checked(str(path), (np.concatenate(images), np.concatenate(labels)), test, CIFAR_CLASSES)
+    train = dataclasses.replace(data_set.train, padding=CIFAR_PADDING if config.augment else 0)  # type: ignore[type-var]
+    return dataclasses.replace(data_set, train=train)
+
+
+def _cifar_files(path: Path) -> Iterator[tuple[str, str, bytes]]:
+    """Yields name, location for messages, and content of every batch; reads an archive only if there are no files."""
+    if path.is_file():
+        yield from _cifar_members(path)
+        return
+    for folder in (path / name for name in CIFAR_FOLDERS):
+        if folder.is_dir():
+            files = [file for file in sorted(folder.iterdir()) if CIFAR_BATCH.fullmatch(file.name)]
+        else:
+            files = []
+        for file in files:
+            yield file.name, str(file), file.read_bytes()
+        if files:
+            return
+    if (path / CIFAR_ARCHIVE).exists():
+        yield from _cifar_members(path / CIFAR_ARCHIVE)
+
+
+def _cifar_members(archive: Path) -> Iterator[tuple[str, str, bytes]]:
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            name = Path(member.name).name
+            file = None
+            if member.isfile() and CIFAR_BATCH.fullmatch(name):
+                file = tar.extractfile(member)
+            if file is not None:
+                yield name, f"{archive}: {member.name}", file.read()
+        while tar.fileobj and tar.fileobj.read(2**20):  # gzip's checksum is at the very end
+            pass
+
+
+def _cifar_batch(where: str, content: bytes) -> Batch:
+    if not content or len(content) % (1 + CIFAR_PIXELS):
+        raise DataError(
+            f"{where}: got {len(content)} bytes, expected a multiple of {1 + CIFAR_PIXELS} (a label and 32x32 pixels in"
+            f" three colors): download the file again"
+        )
+    records = np.frombuffer(content, np.uint8).reshape(-1, 1 + CIFAR_PIXELS)
+    labels = records[:, 0].astype(np.int64)
+    if labels.max() >= CIFAR_CLASSES:
+        number = int(np.argmax(labels >= CIFAR_CLASSES))
+        raise DataError(f"{where}: image {number} has label {labels[number]}, expected 0 to {CIFAR_CLASSES - 1}")
+    return records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
+
+
 DATASETS: dict[str, Callable[[DataConfig], DataSet | FitArguments]] = {
     "cifar10": cifar10,
     "digits": digits,
@@ -194,8 +278,6 @@ DATASETS: dict[str, Callable[[DataConfig], DataSet | FitArguments]] = {
 }
 ANY_TARGETS = ("npz", "records")
 """names of data whose targets need not be integer classes"""
-PREPARE = {"imagenet-tfrecords": write_index}
-"""By name: functions of data.dir that one rank calls before the others read."""
 
 
 @overload

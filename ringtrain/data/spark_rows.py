@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain.config import DataConfig
-from ringtrain.data import sharding
+from ringtrain.data import row_order
 from ringtrain.data.dataset import DataSet, Split, checked
 from ringtrain.errors import DataError
 from ringtrain.protocol.env import FEED
@@ -27,7 +27,7 @@ SPLITS = ("training", "test")
 class Shard(Split):
     """Split of which only this rank's part is in memory; it has no checksum, since each rank has other samples.
 
-    Sample numbers count through the parts, rank after rank, each as long as in `sharding.part_of`.
+    Sample numbers count through the parts, rank after rank, each as long as in `row_order.part_of`.
     """
 
     samples: Split
@@ -45,13 +45,13 @@ class Shard(Split):
         steps, batch_size = self.total // global_batch_size, global_batch_size // self.size
         columns = []
         for rank in range(self.size):
-            first, last = sharding.part_of(self.total, rank, self.size)
-            local = sharding.epoch_order(last - first, batch_size, seed * self.size + rank, epoch)
+            first, last = row_order.part_of(self.total, rank, self.size)
+            local = row_order.epoch_order(last - first, batch_size, seed * self.size + rank, epoch)
             columns.append(first + local[:steps])
         return np.hstack(columns)
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
-        first, _ = sharding.part_of(self.total, self.rank, self.size)
+        first, _ = row_order.part_of(self.total, self.rank, self.size)
         return self.samples.batches(order.map(lambda epoch, numbers: (epoch, numbers - first)), batch_size, seed)
 
 
@@ -70,7 +70,7 @@ def spark(config: DataConfig, environ: Mapping[str, str] = os.environ) -> DataSe
     descriptor, rank, size, num_train, num_test, num_classes = map(int, fields)
     totals = num_train, num_test
     inputs: list[NDArray[Any] | None] = [None, None]
-    parts = [sharding.part_of(total, rank, size) for total in totals]
+    parts = [row_order.part_of(total, rank, size) for total in totals]
     labels = [np.full(last - first, -1) for first, last in parts]
     try:
         with os.fdopen(descriptor, "rb") as pipe:

@@ -1,42 +1,38 @@
-"""Batches of a tf.data.Dataset or generator, of which each rank trains its rows, with their fingerprint."""
+"""Batches of a tf.data.Dataset, PyDataset or generator, of which each rank trains its rows, with their fingerprint."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import random
 import threading
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.data import pipeline_graph
-from ringtrain.data.dataset import Split
-from ringtrain.data.parts import Header, Parts, header_of_shard, num_rows_of, rows_of
-from ringtrain.data.pipeline import ahead
+from ringtrain.data import division
+from ringtrain.data.dataset import Split, ahead
+from ringtrain.data.parts import Header, Parts, fingerprint, header_of_shard, num_rows_of, rows_of
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
+    import keras
     import tensorflow as tf
 
-    from ringtrain.data.division import Division
-    from ringtrain.data.py_dataset import RowsOfPyDataset
-
-MODULUS = 2**31 - 1
-"""Fingerprints are below this."""
 NUM_KEPT = 16
 """whole batches: more than a pipeline reads ahead"""
-FINGERPRINTED = 1024
-"""numbers of each part of a batch that count, at least"""
 
 
 class Stream(Split):
     """Whole batches of a `tf.data.Dataset`; its samples are counted in batches.
 
-    Without `steps`, each epoch is an iteration of the dataset: epoch e, from 0, is iteration 2 e, as in Keras' `fit`,
-    which begins one at the end of each epoch, too, and discards it. It does not if the length is unknown, or `steps`:
-    then it is iteration e. With fewer `steps`, all epochs are one iteration.
+    Without `steps`, each epoch is an iteration of the dataset. As in Keras' `fit`, another one is begun at its end, and
+    not read, if the length is known. With fewer `steps`, all epochs are one iteration. Of validation data, each
+    evaluation is an iteration: every rank reads all of it, so that shuffles and caches advance alike everywhere.
 
     Args:
         kind: What the script has passed, for messages.
@@ -47,9 +43,10 @@ class Stream(Split):
 
     Attributes:
         num_batches: Of an epoch.
+        rows: What this rank reads of them in training; None: whole batches.
         steps_per_call: Batches that Keras' train_function reads at once.
         parts: Of each batch that this rank trains.
-        is_held_out: Whether these are validation data, of which each rank evaluates other batches.
+        is_held_out: Whether these are validation data, of which each rank evaluates some batches.
         is_cut: Whether these are the first batches of a longer dataset.
         is_endless: Whether all epochs are one iteration.
         is_shard: Whether these are batches of one rank alone, instead of all ranks' together.
@@ -65,14 +62,18 @@ class Stream(Split):
     has_classes = False
     is_held_out = is_shard = is_endless = is_cut = False
     why_rank_0 = why_whole = ""
-    division: Division | RowsOfPyDataset | None = None
+    division: division.Division | None = None
     steps_per_call = 1
     parts = Parts(range(1), 1)
     kept: KeptBatches | None = None
     """where ranks change"""
-    _num_begun = _num_unread = 0
-    """iterations, and iterators of which nothing was read"""
-    _unread_per_epoch = 1  # as in Keras
+    rows: tf.data.Dataset | None = None
+    _open: Iterator[Any] | None = None
+    """iterator over all epochs, or over an evaluation"""
+    _num_begun = _next = 0
+    """epochs or evaluations that were begun, also by earlier processes; number of the next batch of an evaluation"""
+    _is_read = False
+    """whether training has begun"""
 
     def __init__(
         self, kind: str, dataset: tf.data.Dataset, steps: int | None = None, epochs: int = 1, batch_size: int = 1
@@ -80,33 +81,33 @@ class Stream(Split):
         import tensorflow as tf
 
         self.kind, self.dataset, self.batch_size = kind, dataset, batch_size
-        self._open: Iterator[Any] | None = None
         if any(spec.shape.rank is None for spec in tf.nest.flatten(dataset.element_spec)):
             raise DataError(
                 f"ringtrain.fit: got a {kind} of unknown shapes, expected batches with known ones: use"
                 f" Dataset.from_generator(..., output_signature=...) or tf.ensure_shape"
             )
         length = int(dataset.cardinality())
+        self._has_unread = length >= 0 and not steps  # as in Keras
         if steps == length:
-            steps, self._unread_per_epoch = None, 0
+            steps = None
         self.is_endless, self.num_batches = steps is not None, steps or length
         if steps:
             self._check_length(steps, epochs)
         elif length == -1:
             raise DataError(f"ringtrain.fit: got a {kind} without an end: pass steps_per_epoch, or use take(n)")
         elif length == -2:
-            self.num_batches, self._unread_per_epoch, self.may_end_early = self._counted(), 0, True
+            self.num_batches, self.may_end_early = self._counted(), True
         if not self.num_batches:
             raise DataError(f"ringtrain.fit: got a {kind} without batches, expected at least one")
         which = "all earlier batches" if steps else "the epoch's earlier batches"
         self.on_resume = f"{which} are read again, without training"
-        if not steps and pipeline_graph.calls_python(dataset):
+        if not steps and division.calls_python(dataset):
             self.on_resume += "; Python functions of the pipeline are not called for earlier epochs"
 
     def _counted(self) -> int:
         """Number of batches of an iteration: of a copy, if there can be one, so that no epoch is read before."""
         num_batches = 0
-        for _ in pipeline_graph.copy_of(self.dataset) or self.dataset:
+        for _ in division.copy_of(self.dataset) or self.dataset:
             num_batches += 1
             _advance()
         return num_batches
@@ -128,8 +129,7 @@ class Stream(Split):
         if self.why_rank_0:
             return {"made by": f"rank 0, {self.why_rank_0}"}
         if self.division:
-            also = f"; {self.division.remark}" if self.division.remark else ""
-            return {"made by": f"each rank, its rows alone{also}"}
+            return {"made by": "each rank, its rows alone"}
         return {"made by": f"each rank, all rows: {self.why_whole}"} if self.why_whole else {}
 
     def checksum(self) -> int:
@@ -141,30 +141,49 @@ class Stream(Split):
 
         first: Any = ()
         if self.is_held_out:
-            first = next(iter(pipeline_graph.copy_of(self.dataset) or self.dataset))
-        content = [int(_fingerprint(leaf)) for leaf in tf.nest.flatten(first)]
+            first = next(iter(division.copy_of(self.dataset) or self.dataset))
+        content = [int(fingerprint(leaf)) for leaf in tf.nest.flatten(first)]
         return zlib.crc32(f"{self.num_batches} {self.dataset.element_spec} {content}".encode())
 
     def part(self, numbers: Sequence[int]) -> tf.data.Dataset:
-        """The batches with these successive numbers."""
-        part = self.dataset.skip(numbers[0] if len(numbers) else 0).take(len(numbers))
-        # Of a dataset that it reads to a known end, Keras makes a second iterator, for which shuffles take an order.
-        return part.filter(lambda *batch: True) if self.is_cut else part
+        """The batches with these successive numbers of the evaluation that has begun; parts are read in order."""
+        import tensorflow as tf
 
-    def iterator(self, rows: tf.data.Dataset, epoch: int, first_step: int) -> Iterator[Any]:
-        """Iterator over an epoch of this dataset's rows from a step on. Epochs must be asked for in order."""
-        if self._open is not None:
-            return self._open
+        def read() -> Iterator[Any]:
+            while self._next <= numbers[-1]:
+                batch = next(self._open or iter(()), None)
+                if batch is None:
+                    return
+                self._next += 1
+                _advance()
+                if self._next > numbers[0]:
+                    yield batch
+
+        return tf.data.Dataset.from_generator(read, output_signature=self.dataset.element_spec)
+
+    def begin_evaluation(self, number: int) -> None:
+        self._open, self._next = iter(ahead(self.dataset)), 0
+        self._num_begun = number + 1
+
+    def end_evaluation(self) -> None:
+        for _ in self._open or ():
+            _advance()
+        self._open = None
+        self._begin_unread()
+
+    def iterator(self, epoch: int, first_step: int) -> Iterator[Any]:
+        """Iterator over what this rank reads of an epoch, from a step on. Epochs must be asked for in order."""
         skipped = first_step
-        if self.is_endless:  # whole calls of train_function, the last of an epoch included
+        if self.is_endless:
+            batches = self._open = self._open or iter(self._own())
+            # Whole calls of train_function, the last of an epoch included.
             skipped += epoch * math.ceil(self.num_batches / self.steps_per_call) * self.steps_per_call
+            skipped *= not self._is_read
         else:
-            if epoch < self._num_begun:  # once more, in place of an iterator that is not read
-                self._num_unread += 1
-            self._pass_over(epoch - self._num_begun, rows)  # first: a cache keeps the order of its first iteration
-            self._make_unread(epoch)
-            self._num_begun = max(epoch + 1, self._num_begun)
-        batches = iter(rows)
+            for earlier in range(self._num_begun, epoch):
+                self.pass_over(earlier)
+            batches, self._num_begun = iter(self._own()), epoch + 1
+        self._is_read = True
         for number in range(skipped):
             if next(batches, None) is None:
                 raise DataError(
@@ -172,69 +191,137 @@ class Stream(Split):
                     f" {skipped}: pass the same data as before, or give fit another name"
                 )
             _advance()
-        self._open = batches if self.is_endless else None
         return batches
 
-    @property
-    def has_new_orders(self) -> bool:
-        return not self.is_endless and not pipeline_graph.keeps_orders(self.dataset)
+    def _own(self) -> tf.data.Dataset:
+        return ahead(self.dataset) if self.rows is None else self.rows
+
+    def pass_over(self, number: int) -> None:
+        """Does to shuffles and caches what an epoch or evaluation does, from 0, that an earlier process has read."""
+        if self.is_endless:
+            self._open = self._open or iter(self._own())
+        elif number >= self._num_begun:
+            self._take_orders(number)
+            self._begin_unread()
 
     def end_epoch(self, epoch: int) -> None:
         if not self.is_endless:
-            self._make_unread(epoch + 1)
+            self._take_orders(epoch)  # if an earlier process has trained all of it
+            self._begin_unread()
 
-    def _make_unread(self, num_epochs: int) -> None:
-        """Makes the iterators that Keras has made, and not read, by the end of so many epochs."""
-        number = self._unread_per_epoch * num_epochs
-        shuffled = self.division.rows if self.division else self.dataset
-        for _ in range(number - self._num_unread):
-            iter(shuffled)
-        self._num_unread = max(number, self._num_unread)
-
-    def fix_order(self) -> None:
-        if pipeline_graph.shuffles_of(self.dataset) == []:
+    def _take_orders(self, number: int) -> None:
+        if number < self._num_begun:
             return
-        copy = None if self.is_cut else pipeline_graph.copy_of(self.dataset, has_one_order=True)
-        if copy is None:
-            raise DataError(
-                "ringtrain.fit: validation data are shuffled, and virtual ranks read them in several parts, each of"
-                " which would have another order: leave out the shuffle"
-            )
-        self.dataset = copy
-
-    def begin_evaluation(self, number: int, num_shards: int) -> None:
-        self.pass_over(number, num_shards)
-        self._num_begun = max((number + 1) * num_shards, self._num_begun)
-
-    def pass_over(self, num_evaluations: int, num_shards: int) -> None:
-        # A cache keeps its first order once all is read: on every rank, or their next orders would not be one.
-        if not self._num_begun and not self.is_cut:
-            for cache, has_end in pipeline_graph.caches_of(self.dataset):
-                for _ in cache if has_end else ():
-                    _advance()
-        self.pass_over_shards(num_evaluations * num_shards - self._num_begun)
-        self._num_begun = max(num_evaluations * num_shards, self._num_begun)
-
-    def pass_over_shards(self, number: int) -> None:
-        self._pass_over(number, self.dataset)
-        if not self.is_cut and int(self.dataset.cardinality()) >= 0:
-            for _ in range(number):
-                iter(self.dataset)  # Keras' second one, see `part`
-
-    def _pass_over(self, missing: int, rows: tf.data.Dataset) -> None:
-        """Lets the shuffles take their orders in so many iterations of `rows`, which another process has made."""
-        shuffles = pipeline_graph.shuffles_of(self.dataset) if missing > 0 else []
-        for shuffle, times in shuffles or ():
-            for _ in range(missing * times):
-                iter(shuffle)
+        self._num_begun = number + 1
+        shuffles = division.shuffles_of(self.dataset)
         if shuffles is None:
-            for _ in range(missing):
-                for _ in rows:
-                    _advance()
+            for _ in self._own():
+                _advance()
+        for shuffle in shuffles or ():
+            iter(shuffle)
+
+    def _begin_unread(self) -> None:
+        """Begins the iterator that Keras has, and does not read, after an iteration to a known end."""
+        if self._has_unread and not self.is_cut:
+            iter(self.dataset)
 
     def close(self) -> None:
         """Ends reading: a Python generator that is read when the interpreter ends keeps the process alive."""
         self._open = None
+
+
+class PyDatasetStream(Stream):
+    """Batches of a finite `keras.utils.PyDataset`, made by number: a resumed run makes no earlier ones.
+
+    Its hooks and, without workers, each of its batches get random numbers (`random`, `numpy.random`) that seed, epoch
+    and batch determine. As in Keras, epoch e comes after e + 1 calls of `on_epoch_end`. Workers are threads.
+
+    Args:
+        shuffle: Whether each epoch has its batches in another order.
+    """
+
+    on_resume = "nothing is read again"
+
+    def __init__(
+        self, source: keras.utils.PyDataset, class_weight: Any, shuffle: bool, seed: int, take: int | None = None
+    ) -> None:
+        import tensorflow as tf
+        from keras.src.trainers.data_adapters.data_adapter_utils import get_tensor_spec
+        from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+        self.kind, self.num_batches = "PyDataset", min(int(source.num_batches), take or int(source.num_batches))
+        if not self.num_batches:
+            raise DataError("ringtrain.fit: got a PyDataset without batches, expected at least one")
+        self.source, self.standardized = source, PyDatasetAdapter(source, class_weight)._standardize_batch
+        self.shuffle, self.seed, self._epoch, self._begun = shuffle, seed, 0, 0
+        self.numbers: Iterable[int] = range(self.num_batches)
+        first = list(self.each(range(min(2, self.num_batches))))
+        self.batch_size, self._signature = num_rows(first[0]), get_tensor_spec(first)
+        self.dataset = tf.data.Dataset.from_generator(lambda: self.each(self.numbers), output_signature=self._signature)
+
+    def part(self, numbers: Sequence[int]) -> tf.data.Dataset:
+        import tensorflow as tf
+
+        return tf.data.Dataset.from_generator(lambda: self.each(numbers), output_signature=self._signature)
+
+    def iterator(self, epoch: int, first_step: int) -> Iterator[Any]:
+        while self._begun <= epoch:  # those that were elsewhere as well
+            with _seeded(self.seed, self._begun):
+                self.source.on_epoch_end()
+            with _seeded(self.seed, self._begun, 0):
+                self.source.on_epoch_begin()
+            self._begun += 1
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.num_batches)
+        else:
+            order = np.arange(self.num_batches)
+        self._epoch, self.numbers = epoch, order[first_step:].tolist()
+        return iter(self._own())
+
+    def pass_over(self, number: int) -> None:
+        """Does nothing: hooks are called before the next epoch or evaluation."""
+
+    def end_epoch(self, epoch: int) -> None:
+        """Does nothing, for the same reason."""
+
+    def end_evaluation(self) -> None:
+        """Does nothing: each rank reads its own batches."""
+
+    def begin_evaluation(self, number: int) -> None:
+        """Calls the hooks as Keras does, which ends an evaluation and resets its data before the next one."""
+        while self._begun <= number:
+            for _ in range(2 if self._begun else 1):
+                with _seeded(self.seed, self._begun):
+                    self.source.on_epoch_end()
+            with _seeded(self.seed, self._begun, 0):
+                self.source.on_epoch_begin()
+            self._begun += 1
+
+    def whole(self, number: int) -> Any:
+        """The batch with this number, as a model takes it."""
+        return self.standardized(self.source[number])
+
+    def each(self, numbers: Iterable[int]) -> Iterator[Any]:
+        """Yields the batch of each number, in order, `workers` of them at a time."""
+        if self.source.workers <= 1:
+            for number in numbers:
+                with self.seeded(number):
+                    batch = self.whole(int(number))
+                yield batch
+            return
+        started: deque[Future[Any]] = deque()
+        with ThreadPoolExecutor(self.source.workers) as threads:
+            for number in numbers:
+                started.append(threads.submit(self.whole, int(number)))
+                if len(started) > self.source.workers:
+                    yield started.popleft().result()
+            while started:
+                yield started.popleft().result()
+
+    def seeded(self, number: int) -> contextlib.AbstractContextManager[None]:
+        """Context with the random numbers of a batch, also of generators that the PyDataset has as attributes."""
+        generators = [value for value in vars(self.source).values() if isinstance(value, np.random.Generator)]
+        return _seeded(self.seed, self._epoch, 1, number, generators=generators)
 
 
 class KeptBatches:
@@ -256,7 +343,7 @@ class KeptBatches:
             is_kept = bool(self._kept) and self._kept[0][0] <= number
             if epoch != self._epoch or not (is_kept or number == self._next):
                 self._kept.clear()
-                self._batches = stream.iterator(ahead(stream.dataset), epoch, number)
+                self._batches = stream.iterator(epoch, number)
                 self._epoch, self._next = epoch, number
         while True:
             with self._lock:
@@ -307,11 +394,12 @@ class StreamRows:
         elif not self.is_even:
             rows = rows.map(lambda *batch: _with_header(batch[0] if len(batch) == 1 else batch, parts, stream.is_shard))
         self.dataset = ahead(rows)
+        stream.rows = None if keeps_batches else self.dataset
 
     def __call__(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
         """Iterator over the batches of an epoch from a step on. Epochs must be asked for in order."""
         if self._kept is None:
-            return self.stream.iterator(self.dataset, epoch, first_step)
+            return self.stream.iterator(epoch, first_step)
         self._position = epoch, first_step
         return iter(self.dataset)
 
@@ -331,15 +419,7 @@ def num_rows(batch: Any) -> int:
 
 
 def _with_header(batch: Any, parts: Parts, is_shard: bool) -> tuple[Header, Any]:
-    return (header_of_shard(batch), batch) if is_shard else cut(batch, parts)
-
-
-def cut(batch: Any, parts: Parts, have_same_rows: bool = False) -> tuple[Header, Any]:
-    """This rank's rows of a batch, and their header with the fingerprint of the whole batch; see `Parts.cut`."""
-    import tensorflow as tf
-
-    header, part = parts.cut(batch, have_same_rows)
-    return header._replace(fingerprint=tf.cast(fingerprint(batch), tf.float64)), part
+    return (header_of_shard(batch), batch) if is_shard else parts.cut(batch)
 
 
 def first_part(batch: Any, num_parts: int) -> Any:
@@ -356,31 +436,21 @@ def first_part(batch: Any, num_parts: int) -> Any:
     return part if len(part) > 1 else part[0]
 
 
-def fingerprint(batch: Any) -> tf.Tensor:
-    """Number of evenly spaced values of all parts of a batch, below MODULUS."""
-    import tensorflow as tf
-
-    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
-    return tf.math.floormod(tf.add_n([_fingerprint(leaf) for leaf in leaves]), MODULUS)
-
-
-def _fingerprint(leaf: Any) -> tf.Tensor:
-    """Number of evenly spaced values of a part of a batch, below MODULUS."""
-    import tensorflow as tf
-
-    values = leaf.values if isinstance(leaf, tf.SparseTensor) else leaf
-    values = values.flat_values if isinstance(values, tf.RaggedTensor) else values
-    values = tf.reshape(values, [-1])
-    values = values[:: tf.maximum(1, tf.size(values) // FINGERPRINTED)]
-    text = tf.io.serialize_tensor(values)
-    return tf.strings.to_hash_bucket_fast(text, MODULUS)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two nests of tensors have the same bits."""
-    import tensorflow as tf
-
-    pairs = zip(tf.nest.flatten(one, True), tf.nest.flatten(other, True), strict=True)
-    return all(
-        left.shape == right.shape and np.asarray(left).tobytes() == np.asarray(right).tobytes() for left, right in pairs
-    )
+@contextlib.contextmanager
+def _seeded(*seed: int, generators: Sequence[Any] = ()) -> Iterator[None]:
+    """Context with random numbers of Python, NumPy and these generators that the numbers `seed` determine."""
+    python, numpy = random.getstate(), np.random.get_state()
+    sequence = np.random.SeedSequence([int(one) for one in seed])
+    words = sequence.generate_state(4)
+    random.seed(words.tobytes())
+    np.random.seed(words)
+    before = [generator.bit_generator.state for generator in generators]
+    for generator, own in zip(generators, sequence.spawn(len(generators)), strict=True):
+        generator.bit_generator.state = type(generator.bit_generator)(own).state
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for generator, state in zip(generators, before, strict=True):
+            generator.bit_generator.state = state

@@ -2,19 +2,15 @@
 
 A record is its length (uint64), a checksum of that, the bytes, a checksum of those:
 https://www.tensorflow.org/tutorials/load_data/tfrecord. The files are scanned once, from length to length, for the
-position of each record. From then on any record can be read directly. An index next to the files keeps the positions
-for other ranks and later starts.
+position of each record. From then on any record can be read directly.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
-import socket
 import struct
-import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain.config import DataConfig
-from ringtrain.data import sharding
+from ringtrain.data import row_order
 from ringtrain.data.dataset import DataSet
-from ringtrain.data.image_files import Images, Unreadable
-from ringtrain.data.image_folder import DEFAULT_SIZE
+from ringtrain.data.image_files import DEFAULT_SIZE, Images, Unreadable
 from ringtrain.errors import DataError
-from ringtrain.protocol.json_text import INVALID
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -42,14 +36,12 @@ HEADER, FOOTER = 12, 4
 AROUND = HEADER + FOOTER
 """bytes of a record besides its content"""
 NUM_READERS = 16
-SPLITS = ("train", "validation")
-INDEX = "{}.ringtrain-index.npz"
 
 
 def imagenet_tfrecords(config: DataConfig) -> DataSet:
     """Finds every record; each image is read during training, by the rank that trains it.
 
-    The classes are those of labels.txt next to the records, one per line (make_tfrecords writes it), else 1000. Raises
+    The classes are those of labels.txt next to the records, one per line, else 1000. Raises
     DataError if files are missing, empty or damaged; data.on_error "skip" skips damaged ones.
     """
     if not config.dir:
@@ -63,9 +55,7 @@ def imagenet_tfrecords(config: DataConfig) -> DataSet:
 
         unreadable = Unreadable(config.on_error == "skip")
         paths = shards(folder, stem)
-        starts = _indexed(folder, stem, paths)
-        if starts is None:
-            starts = _scanned(paths, unreadable)
+        starts = _scanned(paths, unreadable)
         if not any(map(len, starts)):
             raise DataError(f"{folder}: no record in any file {stem}-*")
         per_file = [len(file) for file in starts]
@@ -87,7 +77,7 @@ def imagenet_tfrecords(config: DataConfig) -> DataSet:
             num_images=int(first_in_file[-1]),
             read=read,
             name_of=name_of,
-            order=functools.partial(sharding.file_order, per_file),
+            order=functools.partial(row_order.file_order, per_file),
             num_classes=num_classes,
             size=size,
             augment=augment,
@@ -96,55 +86,6 @@ def imagenet_tfrecords(config: DataConfig) -> DataSet:
         )
 
     return DataSet(split("train", config.augment), split("validation", False), num_classes, (size, size, 3))
-
-
-def write_index(folder: Path) -> None:
-    """Writes an index of the records of each split, unless it is up to date or the files are damaged or read-only.
-
-    If it cannot be written, e.g. on a full disk, this process keeps it in memory.
-    """
-    for stem in SPLITS:
-        # Errors in the files are reported when they are read.
-        with contextlib.suppress(DataError, OSError):
-            paths = shards(folder, stem)
-            if _indexed(folder, stem, paths) is not None:
-                continue
-            unfinished = folder / f".{INDEX.format(stem)}-{socket.gethostname()}-{os.getpid()}"
-            try:
-                with unfinished.open("wb") as file:  # first: in a read-only folder the records are not scanned
-                    files = _state(paths)
-                    starts = _scanned(paths, Unreadable(skip=False))
-                    _not_written[folder, stem] = files, starts
-                    np.savez(file, files=files, lengths=[len(one) for one in starts], starts=np.concatenate(starts))
-                unfinished.replace(folder / INDEX.format(stem))
-                del _not_written[folder, stem]
-            finally:
-                unfinished.unlink(missing_ok=True)
-
-
-_not_written: dict[tuple[Path, str], tuple[NDArray[np.int64], list[NDArray[np.int64]]]] = {}
-"""State of a split's files and positions of their records, for indices that could not be written."""
-
-
-def _indexed(folder: Path, stem: str, paths: Sequence[Path]) -> list[NDArray[np.int64]] | None:
-    """Returns the positions of each file's records from the index; None if no index fits the files' current state."""
-    with contextlib.suppress(OSError, EOFError, zipfile.BadZipFile, *INVALID):  # missing, or damaged
-        with np.load(folder / INDEX.format(stem)) as index:
-            files, lengths, starts = (index[name] for name in ("files", "lengths", "starts"))
-        fits = starts.dtype == np.int64 and len(lengths) == len(paths) and lengths.sum() == len(starts)
-        if fits and np.array_equal(files, _state(paths)):
-            return list(np.split(starts, np.cumsum(lengths)[:-1]))
-    if (folder, stem) in _not_written:
-        files, starts = _not_written[folder, stem]
-        if np.array_equal(files, _state(paths)):
-            return starts
-    return None
-
-
-def _state(paths: Sequence[Path]) -> NDArray[np.int64]:
-    """Returns size and modification time of each file, int64 [files, 2]."""
-    states = [path.stat() for path in paths]
-    return np.array([(state.st_size, state.st_mtime_ns) for state in states], np.int64)
 
 
 def _scanned(paths: Sequence[Path], unreadable: Unreadable) -> list[NDArray[np.int64]]:

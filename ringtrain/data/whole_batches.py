@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain.data.arrays import Arrays, NumberedRows
-from ringtrain.data.pipeline import ahead, evaluation_batches
-from ringtrain.data.py_dataset import PyDatasetStream
+from ringtrain.data.dataset import ahead, evaluation_batches
+from ringtrain.data.parts import fingerprint
 from ringtrain.data.records import RecordRows, Records
-from ringtrain.data.streams import fingerprint
+from ringtrain.data.streams import PyDatasetStream
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,6 @@ import tensorflow as tf
 
 from ringtrain import hvd
 from ringtrain.data.parts import Parts
-from ringtrain.data.pipeline_graph import DRAWS
 from ringtrain.errors import ConfigError, OutOfSync
 from ringtrain.hvd import train_step
 from ringtrain.hvd.keras_patches import reduction_of
@@ -29,6 +29,12 @@ from ringtrain.hvd.step_timing import PLACE
 from ringtrain.optim.kept_gradients import LossIsKnown
 from ringtrain.optim.step import Step
 from ringtrain.optim.sums import StepResult, reduced_by_dtype
+
+DRAWS = re.compile(
+    "Random(Uniform|StandardNormal|Gamma|Poisson|Shuffle|Crop)|Multinomial|TruncatedNormal|ParameterizedTruncated"
+    "|SampleDistortedBoundingBox"
+)
+"""operations of TensorFlow with a state of their own, which their seed determines"""
 
 
 class Node(NamedTuple):

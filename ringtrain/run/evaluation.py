@@ -45,8 +45,6 @@ class Evaluation(keras.callbacks.Callback):
         if self.test.is_of_rank_0:
             self.shards = [range(0 if number else num_test) for number in self.own]
         self.batches: list[Any] = []
-        if run.config.train.virtual_ranks:
-            self.test.fix_order()
         if num_test:
             rows = run.validation.batch_size or run.numbers.batch_size
             self.batches = [data.evaluation_batches(self.test, shard, rows) for shard in self.shards]
@@ -65,11 +63,12 @@ class Evaluation(keras.callbacks.Callback):
         """of this rank's last evaluation; None: it had no samples"""
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Lets shuffles, which training data may share, take the orders of earlier evaluations before any of theirs."""
-        num_before = self._num_before(self.run.clock.epoch)
-        # The order that a cache keeps, or that of a single iteration of training, comes before those of evaluations.
-        if num_before and self.run.data_set.train.has_new_orders and self.test.has_new_orders:
-            self.test.pass_over(num_before, len(self.batches))
+        """Lets shuffles and caches, which training data may share, be as earlier processes have left them."""
+        train, start = self.run.data_set.train, self.run.start.initial_epoch
+        for epoch in range(start, self.run.clock.epoch):
+            train.pass_over(epoch - start)
+            if self.run.numbers.num_test and self.run.validation.is_due(epoch):
+                self.test.pass_over(self._num_before(epoch))
 
     def _num_before(self, epoch: int) -> int:
         """Number of evaluations of the run before an epoch."""
@@ -127,8 +126,7 @@ class Evaluation(keras.callbacks.Callback):
             return
         begin_s = time.perf_counter()
         self.evaluated_logs = None
-        self.test.begin_evaluation(self._num_before(epoch), len(self.batches))
-        parts = hvd.run_together(self._evaluate_shards, of_script=True)
+        parts = hvd.run_together(lambda: self._evaluate_shards(epoch), of_script=True)
         num_samples = sum(map(self.test.num_readable, self.shards))
         values = parts[0]
         if self.run.config.train.virtual_ranks:  # a row each: their sum does not depend on the number of ranks
@@ -182,8 +180,9 @@ class Evaluation(keras.callbacks.Callback):
             text = f"left out are logs that not all ranks have in one shape: {', '.join(sorted(unlike))}"
             print(f"ringtrain: {text}: return the same ones on every rank", file=sys.stderr, flush=True)
 
-    def _evaluate_shards(self) -> list[list[NDArray[Any]]]:
+    def _evaluate_shards(self, epoch: int) -> list[list[NDArray[Any]]]:
         """State of the metrics after each of this rank's shards."""
+        self.test.begin_evaluation(self._num_before(epoch))
         # Where ranks share seeds, layers that are random here, too, must leave them as they were.
         seeds = hvd.seeds(self.model) if hvd.is_shared(self.model) else []
         kept, parts = [keras.ops.convert_to_numpy(seed) for seed in seeds], []
@@ -199,6 +198,7 @@ class Evaluation(keras.callbacks.Callback):
         finally:
             for seed, value in zip(seeds, kept, strict=True):
                 seed.assign(value)
+        self.test.end_evaluation()
         if callbacks.logs is None:  # this rank had no batch
             callbacks.logs = {name: results_of_metrics(self.model)[name] for name in keras_names(self.model)}
         callbacks.end()
@@ -219,7 +219,6 @@ class Evaluation(keras.callbacks.Callback):
                 callbacks.logs = logs
                 self.evaluated_logs = (shard.stop, self.run.rank), logs, names
         else:
-            self.test.pass_over_shards(1)
             self.model.reset_metrics()
         return states_of_metrics(self.model)
 

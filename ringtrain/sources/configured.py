@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -49,9 +48,6 @@ class ConfiguredSource(FromCheckpoint):
         if not strategy.ranks_change and not strategy.of_others:
             process.config = resume.same_global_batch(process.config, process.attempt, hvd.size())
         config = process.config
-        if not strategy.ranks_change:
-            for is_first in (hvd.rank() == 0, hvd.rank() > 0 and hvd.local_rank() == 0):  # hosts may have local disks
-                hvd.run_together(functools.partial(data.prepare, config.data, is_first))
         setup.set_dtypes(config)
         tf.random.set_seed(None)  # the seeds of an earlier run would shuffle the data in another order on each rank
         result = process.together(self.named.read)

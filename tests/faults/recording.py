@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.data import sharding
+from ringtrain.data import row_order
 
 RECORDS = "RINGTRAIN_TEST_RECORDS"
 """variable with the folder of the records, a file per process"""
@@ -110,7 +110,7 @@ def _whole_steps(events: Sequence[Mapping[str, Any]], generation: str) -> dict[i
     for event in events:
         if event["event"] == "commit" and event["generation"] == generation:
             for step, (begin, end) in enumerate(event["of_all"], event["after_step"] + 1):
-                order = sharding.epoch_order(1437, end - begin, 0, event["epoch"]).reshape(-1)
+                order = row_order.epoch_order(1437, end - begin, 0, event["epoch"]).reshape(-1)
                 steps[step] = event["epoch"], order[begin:end].tolist()
     return steps
 

@@ -138,7 +138,7 @@ PLANTED = (
     # Data
     Mutant(
         *("iterators that Keras discards take no order", STREAMS),
-        *("_unread_per_epoch = 1  # as in Keras", "_unread_per_epoch = 0"),
+        *("self._has_unread = length >= 0 and not steps", "self._has_unread = False"),
         *(TWO, SHUFFLED + r"&fit\(model, data, epochs=[23](?!~steps_per_epoch)"),
     ),
     Mutant(
@@ -150,8 +150,9 @@ PLANTED = (
         *(TWO, SHUFFLED + r"&\[fit\((?!~validation_(data|split)(?!~freq))" + AGAIN),
     ),
     Mutant(
-        *("maps of whole batches are divided", "data/division.py"),
-        *('why = "" if is_right else division.unequal', 'why = ""', TWO, r"tf\.reverse"),
+        *("batches that are padded as a whole are divided", "data/division.py"),
+        *('BATCHES = ("_BatchDataset", ', 'BATCHES = ("_PaddedBatchDataset", "_BatchDataset", '),
+        *(TWO, r"count_nonzero&padded_batch"),
     ),
     Mutant(
         *("batches of arrays by a number of steps", "data/fit_arguments.py"),
@@ -159,25 +160,25 @@ PLANTED = (
         *(TWO, r"fit\(model, x, y(?!~batch_size=batch)"),
     ),
     Mutant(
-        *("hooks of validation data are called once", "data/py_dataset.py"),
+        *("hooks of validation data are called once", STREAMS),
         *("for _ in range(2 if self._begun else 1):", "for _ in range(1):"),
         *(TWO, r"def on_epoch_end\(self\)&epochs=[23]~validation_data=Batches"),
     ),
     # Held-out data
     Mutant(
         *("validation_steps take an order more", STREAMS),
-        *("return part.filter(lambda *batch: True) if self.is_cut else part", "return part"),
+        *("if self._has_unread and not self.is_cut:", "if self._has_unread:"),
         *(TWO, r"epochs=[23]~shuffle\(9, seed=2\)\.(repeat\(\)\.)?batch\(4\), validation_steps"),
     ),
     Mutant(
         *("caches of held-out data are read in part", STREAMS),
-        *("if not self._num_begun and not self.is_cut:", "if False:"),
+        *("for _ in self._open or ():", "for _ in ():"),
         *(TWO, r"epochs=[23]~(shuffle\(9~\)\.cache\(\)|cache\(\)\.shuffle\(9~\))\.batch\(4\)(?!, validation_s)"),
     ),
     Mutant(
-        *("orders of evaluations count from epoch 0", EVALUATION),
+        *("hooks of evaluations count from epoch 0", EVALUATION),
         *("range(self.run.start.initial_epoch, epoch)", "range(epoch)"),
-        *(TWO, r"validation_data=~shuffle\(9~initial_epoch"),
+        *(TWO, r"def on_epoch_end\(self\)&validation_data=Batches~initial_epoch"),
     ),
     Mutant(
         *("the end of held-out data counts in losses of outputs", EVALUATION),
@@ -193,8 +194,8 @@ PLANTED = (
         *(TWO, SHARED),
     ),
     Mutant(
-        *("parts of virtual ranks have other orders", STREAMS, "        self.dataset = copy\n", "        pass\n"),
-        *(TWO, r"virtual_ranks&validation_data=~shuffle"),
+        *("a part of an evaluation begins with the first batch", STREAMS),
+        *("if self._next > numbers[0]:", "if True:", TWO, r"validation_data=tf~batch\("),
     ),
     # Callbacks
     Mutant(
@@ -259,8 +260,8 @@ PLANTED = (
     Mutant(
         *("orders of earlier epochs are not passed over", STREAMS),
         *(
-            "for _ in range(missing * times):",
-            "for _ in ():",
+            "for shuffle in shuffles or ():",
+            "for shuffle in ():",
             RESUMED,
             LONG + r"&" + SHUFFLED + r"&fit\(model, data, epochs=[23]",
         ),

@@ -64,7 +64,7 @@ def what_shards_cannot_be_is_refused() -> None:
 
 @only(np=3)
 def the_order_follows_from_seed_and_epoch() -> None:
-    from ringtrain.data.sharding import epoch_order
+    from ringtrain.data.row_order import epoch_order
 
     ours, reference = compiled(dense()), compiled(dense())
     ringtrain.fit(ours, X, Y, batch_size=32, epochs=2, seed=4, verbose=0, options=options())
@@ -87,22 +87,23 @@ def _generated(num_batches: int = 99) -> Any:
 @only(np=2)
 def random_pipelines() -> None:
     """Of a pipeline that would give each rank other batches, all train rank 0's."""
-    noise = keras.layers.GaussianNoise(0.1, seed=hvd.rank())
     for transform in (
         lambda rows: rows.shuffle(97).batch(32),
-        lambda rows: rows.batch(8).map(lambda x, y: (tf.random.shuffle(x, seed=1), y), num_parallel_calls=4),
-        lambda rows: rows.batch(32).map(lambda x, y: (noise(x, training=True), y)),
+        lambda rows: rows.batch(32).map(lambda x, y: (x + tf.random.normal([6], dtype=x.dtype), y)),
     ):
         model = compiled(dense())
         tf.random.set_seed(None)  # dense() has set one
         with contextlib.redirect_stdout(io.StringIO()) as output:
-            ringtrain.fit(model, transform(_rows()), epochs=2, options=options())
-        assert hvd.rank() or "rank 0, as each rank would get other batches from " in output.getvalue()
+            ringtrain.fit(model, transform(_rows()), epochs=2, validation_data=transform(_rows()), options=options())
+        assert hvd.rank() or "rank 0, as each iteration of the first batches gives others" in output.getvalue()
         hvd.check_in_sync(model)
     own = _rows().batch(32).map(lambda x, y: (tf.numpy_function(lambda x: x + hvd.rank(), [x], x.dtype), y))
     own = own.map(lambda x, y: (tf.ensure_shape(x, [None, 6]), y))
-    words = "other batches than rank 0, by step 1: it has map with a Python function: "
-    refused(words, lambda: ringtrain.fit(compiled(dense()), own, verbose=0, options=options()))
+    noise = keras.layers.GaussianNoise(0.1, seed=hvd.rank())
+    by_rank = _rows().batch(32).map(lambda x, y: (noise(x, training=True), y))
+    for x in (own, by_rank, _rows().shard(2, hvd.rank()).batch(32)):
+        words = "other batches than rank 0, by step 1: give random operations of the dataset a seed"
+        refused(words, lambda x=x: ringtrain.fit(compiled(dense()), x, verbose=0, options=options()))
 
 
 def _queue(num_batches: int = 99) -> Any:

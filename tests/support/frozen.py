@@ -94,7 +94,7 @@ COMMANDS = (
 BENCHES = ("train", "allreduce")
 HELP = (
     *("ringtrain", *(f"ringtrain {name}" for name in COMMANDS), *(f"ringtrain bench {name}" for name in BENCHES)),
-    *("ringtrain.train", "ringtrain.data.make_tfrecords"),
+    "ringtrain.train",
 )
 
 

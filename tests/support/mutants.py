@@ -143,7 +143,7 @@ MUTANTS = (
     ),
     # Samples
     Mutant(
-        *("no shards: every rank trains the first", "data/sharding.py"),
+        *("no shards: every rank trains the first", "data/row_order.py"),
         *("return order[:, rank * batch_size : (rank + 1) * batch_size]", "return order[:, :batch_size]"),
         f"{UNIT}/test_sharding.py::test_no_sample_comes_twice_and_every_rank_makes_the_same_steps",
     ),
@@ -153,12 +153,12 @@ MUTANTS = (
         f"{UNIT}/test_row_order.py::test_any_steps_are_those_of_the_whole_order",
     ),
     Mutant(
-        *("every rank evaluates the first shard", "data/sharding.py"),
+        *("every rank evaluates the first shard", "data/row_order.py"),
         *("part_of(-(-num_samples // whole), rank, size)", "part_of(-(-num_samples // whole), 0, size)"),
         f"{UNIT}/test_sharding.py::test_evaluation_covers_every_sample_once",
     ),
     Mutant(
-        *("the same samples left out in each epoch", "data/sharding.py"),
+        *("the same samples left out in each epoch", "data/row_order.py"),
         *("order[(epoch * rest + np.arange(rest)) % num_samples]", "order[np.arange(rest)]"),
         f"{UNIT}/test_sharding.py::test_samples_take_turns_at_being_left_out",
     ),
@@ -167,7 +167,7 @@ MUTANTS = (
         *("tf.random.set_seed(None)", "pass", "tests/ring/test_fit.py::test_job[2-configured_batches]"),
     ),
     Mutant(
-        *("a resumed run at the beginning of its epoch", "data/pipeline.py"),
+        *("a resumed run at the beginning of its epoch", "data/dataset.py"),
         *("divmod(first_step, steps_per_epoch)", "(first_step // steps_per_epoch, 0)"),
         f"{UNIT}/test_data.py::test_training_may_begin_at_any_step_of_the_run",
     ),
@@ -177,7 +177,7 @@ MUTANTS = (
         f"{UNIT}/test_journal.py::test_what_is_false_is_noticed",
     ),
     Mutant(
-        *("elastic ranks that train each other's samples", "data/pipeline.py"),
+        *("elastic ranks that train each other's samples", "data/dataset.py"),
         *(".reshape(-1, per_step)[:, first:last]", ".reshape(-1, per_step)[:, : last - first]"),
         "tests/faults/test_elastic.py::test_ranks_come_and_go_and_nothing_is_different",
     ),

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from ringtrain import data
-from ringtrain.data import in_place
+from ringtrain.data import python_calls
 from ringtrain.data.arrays import Arrays
 
 
@@ -130,7 +130,7 @@ def test_only_the_first_rows() -> None:
 
 
 def test_rows_in_another_byte_order_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_place, "LARGE", 1)
+    monkeypatch.setattr(python_calls, "LARGE", 1)
     x = np.arange(8).astype(">f4").reshape(4, 2)
     order = tf.data.Dataset.from_tensors((tf.constant(0, tf.int64), np.array([2, 0])))
     batch = Arrays(x).batches(order, 2, 0).get_single_element()
@@ -154,7 +154,7 @@ def test_rows_of_large_arrays_are_those_of_tensors(dtype: str, tmp_path: Path, m
 
     draw_order = draw.permutation(50)
     checksum, of_tensors, _ = found()
-    monkeypatch.setattr(in_place, "LARGE", 1)
+    monkeypatch.setattr(python_calls, "LARGE", 1)
     own_checksum, rows, num_large = found()
     assert num_large == 2 and own_checksum == checksum
     for row, of_tensor in zip(rows, of_tensors, strict=True):

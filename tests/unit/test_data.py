@@ -15,7 +15,7 @@ from ringtrain import data
 from ringtrain.config import DataConfig
 from ringtrain.data import sources
 from ringtrain.data.dataset import checked
-from ringtrain.data.sharding import epoch_order
+from ringtrain.data.row_order import epoch_order
 from ringtrain.data.sources import DEBIAN_FOLDER
 from ringtrain.errors import ConfigError, DataError
 

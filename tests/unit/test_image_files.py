@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from ringtrain import data
 from ringtrain.config import DataConfig
-from ringtrain.data import make_tfrecords, tfrecords
+from ringtrain.data import tfrecords
 from ringtrain.data.augment import picture
 from ringtrain.data.dataset import Samples
 from ringtrain.errors import DataError
@@ -33,7 +33,7 @@ def numbered(tmp_path_factory):
     """Pictures that say which sample they are, as a folder and as records in 5 shards: 47 to train, 9 to test."""
     root = tmp_path_factory.mktemp("numbered")
     pictures.write_numbered(root / "image-folder", 47, 9)
-    make_tfrecords.make(root / "image-folder", root / "imagenet-tfrecords", 5, seed=0)
+    pictures.write_records(root / "image-folder", root / "imagenet-tfrecords", 5)
     return root
 
 
@@ -41,7 +41,7 @@ def numbered(tmp_path_factory):
 def photographs(tmp_path):
     """The same for crops of photographs: 12 to train, 4 to test, in 2 shards; each test may break its own."""
     pictures.write_folder(tmp_path / "image-folder", 12, 4)
-    make_tfrecords.make(tmp_path / "image-folder", tmp_path / "imagenet-tfrecords", 2, seed=0)
+    pictures.write_records(tmp_path / "image-folder", tmp_path / "imagenet-tfrecords", 2)
     return tmp_path
 
 
@@ -144,20 +144,6 @@ def test_shape_and_classes(numbered):
         assert load(numbered, "imagenet-tfrecords").num_classes == 1000
     finally:
         (numbered / "hidden").rename(numbered / "imagenet-tfrecords" / "labels.txt")
-
-
-def test_records_are_imagenets_schema_and_shuffled(numbered):
-    files = sorted((numbered / "imagenet-tfrecords").glob("train-*-of-00005"))
-    assert len(files) == 5 and (numbered / "imagenet-tfrecords" / "validation-00000-of-00001").exists()
-    names = []
-    for record in tf.data.TFRecordDataset(files).as_numpy_iterator():
-        features = tf.train.Example.FromString(record).features.feature
-        names.append(features["image/filename"].bytes_list.value[0].decode())
-        assert features["image/height"].int64_list.value == features["image/width"].int64_list.value == [8]
-        label = features["image/class/label"].int64_list.value[0]
-        assert pictures.CLASSES[label - 1].encode() == features["image/class/synset"].bytes_list.value[0]
-        assert label == 1 + int(names[-1][:4]) % 2
-    assert len(set(names)) == 47 and names != sorted(names, key=lambda name: (int(name[:4]) % 2, name))
 
 
 # What is broken, and how it is said.
@@ -273,76 +259,6 @@ def test_one_thread_is_enough_to_find_out(photographs, monkeypatch):
     break_record(photographs, "flipped")
     with pytest.raises(DataError, match="record 3: corrupt"):
         train_all(load(photographs, "imagenet-tfrecords"))
-
-
-def numbers_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """How often a load looks into the files for a record's length, and how many records it finds."""
-    looks = []
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pread", lambda *args, real=os.pread: looks.append(args) or real(*args))
-        data_set = load(root, "imagenet-tfrecords", augment=False)
-    train_all(data_set)
-    return len(looks), len(data_set.train) + len(data_set.test)
-
-
-def test_with_an_index_no_rank_walks_through_the_records(photographs, monkeypatch):
-    folder = photographs / "imagenet-tfrecords"
-    assert numbers_read(photographs, monkeypatch) == (16, 16)
-    for _ in range(2):
-        data.prepare(DataConfig(name="imagenet-tfrecords", dir=str(folder)))
-        assert numbers_read(photographs, monkeypatch) == (0, 16)
-    assert sorted(path.name for path in folder.glob("*index*")) == [
-        "train.ringtrain-index.npz",
-        "validation.ringtrain-index.npz",
-    ]
-
-
-@pytest.mark.parametrize("content", [b"", b"x", b"PK\x03\x04", None])
-def test_a_damaged_index_or_one_of_other_files_is_not_believed(photographs, content, monkeypatch):
-    folder = photographs / "imagenet-tfrecords"
-    data.prepare(config := DataConfig(name="imagenet-tfrecords", dir=str(folder)))
-    index = folder / "train.ringtrain-index.npz"
-    if content is None:
-        whole = index.read_bytes()
-        index.write_bytes(whole[: len(whole) // 2])
-    else:
-        index.write_bytes(content)
-    assert numbers_read(photographs, monkeypatch) == (12, 16)
-    data.prepare(config)
-    assert numbers_read(photographs, monkeypatch) == (0, 16)
-    os.utime(folder / "train-00001-of-00002", (1, 1))
-    assert numbers_read(photographs, monkeypatch) == (12, 16)
-
-
-def test_records_are_walked_once_where_no_index_can_be_written(photographs, monkeypatch):
-    folder = photographs / "imagenet-tfrecords"
-    config, looks = DataConfig(name="imagenet-tfrecords", dir=str(folder)), []
-    monkeypatch.setattr(os, "pread", lambda *args, real=os.pread: looks.append(args) or real(*args))
-    blocks = [folder / f".{name}.ringtrain-index.npz-{os.uname().nodename}-{os.getpid()}" for name in tfrecords.SPLITS]
-    for block in blocks:
-        block.mkdir()
-    data.prepare(config)
-    assert not looks, "walked for an index that cannot be created"
-    for block, name in zip(blocks, tfrecords.SPLITS, strict=True):
-        block.rmdir()
-        (folder / f"{name}.ringtrain-index.npz").mkdir()
-    for _ in range(2):
-        data.prepare(config)
-        assert len(load(photographs, "imagenet-tfrecords").train) == 12
-        assert len(looks) == 16
-    os.utime(folder / "train-00001-of-00002", (1, 1))
-    load(photographs, "imagenet-tfrecords")
-    assert len(looks) == 28, "the records may have changed"
-
-
-def test_an_index_that_cannot_be_written_and_broken_records_are_left_to_the_readers(photographs, monkeypatch):
-    folder = photographs / "imagenet-tfrecords"
-    (folder / "train.ringtrain-index.npz").mkdir()
-    cut(folder / "validation-00000-of-00001", 100)
-    data.prepare(DataConfig(name="imagenet-tfrecords", dir=str(folder)))
-    with pytest.raises(DataError, match="the file ends within it"):
-        load(photographs, "imagenet-tfrecords")
-    assert not list(folder.glob("validation.*")) and not list(folder.glob(".*"))
 
 
 def first_shard(root: Path) -> Path:
@@ -484,39 +400,6 @@ def test_a_picture_that_may_not_be_read_is_named(open_to_all):
     with somebody(), pytest.raises(DataError) as error:
         train_all(load(open_to_all, "image-folder"))
     assert str(error.value).startswith(f"{path}: ") and "Permission denied" in str(error.value)
-
-
-# The tool that makes records.
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--shards", "13"], "12 images for 13 shards"),
-        (["--shards", "0"], "--shards: got 0, expected 1 or more"),
-        (["--to", "{root}/image-folder"], "{root}/image-folder: already exists"),
-        (["--to", "/proc/records"], "/proc/records: cannot be written"),
-        (["--from", "{root}"], "{root}/train: cannot be read"),
-        ([], "{root}/image-folder/train/flower/0004.jpg: not a complete JPEG or PNG image"),
-    ],
-)
-def test_records_are_made_whole_or_not_at_all(photographs, options, message, capsys):
-    if not options:
-        break_folder(photographs, "cut")
-    before = sorted(photographs.iterdir())
-    common = ["--from", str(photographs / "image-folder"), "--to", str(photographs / "made"), "--shards", "2"]
-    assert make_tfrecords.main([*common, *(option.format(root=photographs) for option in options)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("ringtrain: ") and message.format(root=photographs) in line
-    assert sorted(photographs.iterdir()) == before
-
-
-def test_records_hold_the_very_files(photographs):
-    files = sorted((photographs / "image-folder" / "train").rglob("*.jpg"))
-    records = tf.data.TFRecordDataset(sorted((photographs / "imagenet-tfrecords").glob("train-*")))
-    examples = [tf.train.Example.FromString(record) for record in records.as_numpy_iterator()]
-    encoded = [example.features.feature["image/encoded"].bytes_list.value[0] for example in examples]
-    assert sorted(encoded) == sorted(file.read_bytes() for file in files)
 
 
 def test_lengths_are_walked_as_they_are_written(photographs):

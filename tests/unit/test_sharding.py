@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringtrain.data import Samples, dealt_batches
-from ringtrain.data.sharding import epoch_order, evaluation_shard, file_order, part_of, skipped_samples, training_shard
+from ringtrain.data.row_order import epoch_order, evaluation_shard, file_order, part_of, skipped_samples, training_shard
 
 SEEDS = st.integers(0, 2**32 - 1)
 
