@@ -130,8 +130,9 @@ def job(seed: int, given: Mapping[str, int | str] | None = None, is_whole: bool 
     if "batch normalization" in draw.reasons and draw.flag("synchronized", often=1) and not options:
         options = {"model.sync_batch_norm": True}
         draw.reasons.remove("batch normalization")
-    if options and "clip" in draw.words["optimizer options"] and TOKENS in task.inputs.values():
-        draw.unequal("rows of an embedding are added up before they are clipped")
+    is_linear = "SGD" in draw.words["optimizer"] and "clip" not in draw.words["optimizer options"]
+    if options and TOKENS in task.inputs.values() and not is_linear:
+        draw.unequal("rows of an embedding are added up")
     lines = ["def job(fit, evaluate, predict):", *(f"    {line}" for line in body)]
     head = HEAD.replace("SEED", str(seed)).replace("GIVEN", str(options)).replace("POLICY", policy)
     head = head.replace("FLOATX", "float64" if policy == "float64" else "float32")
@@ -996,7 +997,6 @@ CALLBACKS = (
     "keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: "
     "seen.append(model.evaluate(x, y, batch_size=batch, verbose=0)))",
     "keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: model.train_on_batch(x, y))",
-    "keras.callbacks.BackupAndRestore('backup')",
     "keras.callbacks.SwapEMAWeights()",
     "keras.callbacks.SwapEMAWeights(swap_on_epoch=True)",
     "keras.callbacks.CSVLogger('log.csv')",
@@ -1030,6 +1030,8 @@ def _callbacks(draw: Draw, task: Task, arguments: list[str]) -> tuple[list[str],
         left_out.append("val_loss")
     chosen = [one for one in chosen if not any(word in one for word in left_out)]
     _note_reasons(draw, task, chosen)
+    if draw.flag("backup", often=80):  # refused
+        chosen.append("keras.callbacks.BackupAndRestore('backup')")
     if draw.flag("seen", often=1):
         chosen.append("Seen()")
     chosen = [*dict.fromkeys(one for one in chosen if one)]
