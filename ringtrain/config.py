@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from ringtrain import option_rules as rule
 from ringtrain.errors import ConfigError
 from ringtrain.optimizer_kinds import OPTIMIZERS
-from ringtrain.option_rules import Need, needs, needs_above_0, needs_above_1, needs_other
+from ringtrain.option_rules import Need, needs, needs_above_0, needs_other
 from ringtrain.options import AT_LEAST_0, AT_LEAST_1, at_least, options_of
 from ringtrain.options import nearest as nearest
 
@@ -303,16 +303,6 @@ class HvdConfig:
     """for slow networks: fp16, bf16 (16 bits per number), or powersgd:4 (matrices of rank 4)"""
     compression_start_step: Annotated[int, AT_LEAST_0, needs_other("hvd.compression", "none")] = 0
     """number of updates before the first that is compressed"""
-    local_steps: Annotated[int, AT_LEAST_1] = 1
-    """updates that each rank makes by itself before the ranks average their weights; 1: all updates are ordinary"""
-    local_warmup_steps: Annotated[int, AT_LEAST_0, needs_above_1("hvd.local_steps")] = 0
-    """number of ordinary updates before the first local one"""
-    outer_optimizer: Annotated[Literal["average", "nesterov"], needs_above_1("hvd.local_steps")] = "average"
-    """after local steps: the average of weights, or a step of SGD with Nesterov momentum (DiLoCo, arXiv 2311.08105)"""
-    outer_learning_rate: Annotated[float, rule.ABOVE_0, needs("hvd.outer_optimizer", "nesterov")] = 0.7
-    """of outer_optimizer nesterov; 1 with momentum 0 is average"""
-    outer_momentum: Annotated[float, rule.BELOW_1, needs("hvd.outer_optimizer", "nesterov")] = 0.9
-    """of outer_optimizer nesterov"""
     fusion_mb: Annotated[float, rule.FINITE_OR_UNSET] = -1.0
     """Horovod's fusion buffer, MiB; 0: no fusion; -1: HOROVOD_FUSION_THRESHOLD if set, else 4, or 128 with NCCL"""
     cycle_time_ms: Annotated[float, rule.FINITE_OR_UNSET] = -1.0

@@ -84,11 +84,6 @@ def needs_above_0(*options: str) -> Need:
     return Need(f"{_either(options)} above 0", lambda config: any(attrgetter(option)(config) > 0 for option in options))
 
 
-def needs_above_1(option: str) -> Need:
-    """Requirement that `option` is more than 1."""
-    return Need(f"{option} above 1", lambda config: attrgetter(option)(config) > 1)
-
-
 def check_together(config: Any) -> None:
     """Raises ConfigError for values that cannot be combined."""
     if config.device.memory_fraction and config.device.memory_mb:
@@ -109,7 +104,7 @@ def check_together(config: Any) -> None:
             )
     if config.train.virtual_ranks:
         _check_virtual_ranks(config)
-    _check_slow_links(config)
+    _check_compression(config)
     if config.hvd.deterministic and config.hvd.fusion_mb > 0:
         raise ConfigError("hvd.deterministic and hvd.fusion_mb are both set: deterministic runs fuse nothing")
     if config.hvd.groups and config.hvd.deterministic:
@@ -127,27 +122,22 @@ def check_together(config: Any) -> None:
         raise ConfigError(f"schedule.milestones: got {milestones[0]:g}, expected none {within}")
 
 
-def _check_slow_links(config: Any) -> None:
-    """Raises ConfigError for options that compression and local steps do not work with."""
-    name, is_local = f"hvd.compression {config.hvd.compression}", config.hvd.local_steps > 1
+def _check_compression(config: Any) -> None:
+    """Raises ConfigError for options that compression does not work with."""
     compression = compressions.kind_of(config.hvd.compression)
-    of_local = ("model.split", "model.sync_batch_norm", "hvd.compression_start_step")
-    for text, is_set, options in (
-        (name, not compression.is_cast, ("hvd.groups",)),
-        (name, compression.keeps_errors, ("model.split",)),
-        ("hvd.local_steps", is_local, (*of_local, "tracking.timeline_steps")),
-    ):
-        for option in options if is_set else ():
-            if attrgetter(option)(config):
-                raise ConfigError(f"{text} does not work with {option}: leave one out")
-    for text, is_set, skips_no_step in (
-        (name, not compression.is_cast, compression.keeps_errors),
-        ("hvd.local_steps", is_local, True),
-    ):
-        if is_set and config.hvd.op == "adasum":
-            raise ConfigError(f"{text} does not work with hvd.op adasum: leave one out")
-        if is_set and skips_no_step and config.train.precision == "mixed_float16":
-            raise ConfigError(f"{text} does not work with train.precision mixed_float16: use mixed_bfloat16")
+    refused = {
+        "hvd.groups": not compression.is_cast and config.hvd.groups,
+        "model.split": compression.keeps_errors and config.model.split,
+        "hvd.op adasum": not compression.is_cast and config.hvd.op == "adasum",
+    }
+    for option, is_set in refused.items():
+        if is_set:
+            raise ConfigError(f"hvd.compression {config.hvd.compression} does not work with {option}: leave one out")
+    if compression.keeps_errors and config.train.precision == "mixed_float16":
+        raise ConfigError(
+            f"hvd.compression {config.hvd.compression} does not work with train.precision mixed_float16: use"
+            " mixed_bfloat16"
+        )
 
 
 _OF_A_RANK = ("split", "sync_batch_norm", "not_averaged")
@@ -158,7 +148,6 @@ def _check_virtual_ranks(config: Any) -> None:
     refused = {
         "hvd.op": config.hvd.op != "average",
         "hvd.compression": config.hvd.compression != "none",
-        "hvd.local_steps": config.hvd.local_steps > 1,
         "data.on_error": config.data.on_error != "fail",
     }
     options = (

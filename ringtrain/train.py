@@ -337,8 +337,7 @@ def training(run: RunContext) -> Iterator[None]:
         # Also after a failure: before this process or another rank saves the same step.
         stack.callback(run.callbacks.saver.wait)
         yield
-        # Only now, as all is saved: a run that was stopped resumes with each rank's own weights and statistics.
-        hvd.end_round(run.model)
+        # Only now, as all is saved: a run that was stopped resumes with each rank's own statistics.
         hvd.average_moving_statistics(run.model, config.model.not_averaged)
 
 

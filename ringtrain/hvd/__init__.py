@@ -13,7 +13,7 @@ distributed:    subclass that makes an optimizer reduce its gradients
 reduction:      reduction of gradients over the ranks
 reducer:        the seam for other ways to reduce dense gradients
 compression:    compressions of gradients by name
-reducers:       low rank, bfloat16, local steps: a module each
+reducers:       low rank, bfloat16: a module each
 train_step:     the layers around a model's training step, in one order
 keras_patches:  patches of private Keras API (loss scale, XLA), and a check for Horovod's own wrapper
 callbacks:      broadcast, metric average, learning rate, best model, sync check
@@ -156,7 +156,6 @@ from ringtrain.hvd.optimizer import (
     load_model,
 )
 from ringtrain.hvd.placement import check_placement
-from ringtrain.hvd.reducers.local_steps import LocalSteps, end_round, local_steps_of, steps_of_round
 from ringtrain.hvd.step_timing import during
 from ringtrain.hvd.sync import broadcast_model, check_in_sync, prove
 from ringtrain.hvd.together import barrier, on_rank_0, run_together

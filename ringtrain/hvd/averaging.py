@@ -126,20 +126,6 @@ def refuse_bypassing(optimizer: Any) -> None:
 class _Local:
     """Replacement for a `Reduction` that returns this rank's gradients."""
 
-    def place(self) -> tuple[int, int]:
-        return 0, 1
-
-    def reduce_scatter(self, vectors: Any) -> Any:
-        return vectors
-
-    gather_parts = reduce_scatter
-
-    @property
-    def of_this_rank(self) -> _Local:
-        return self
-
-    of_rounds = of_this_rank
-
     def __call__(self, gradients: Any, variables: Any, local: Any) -> list[Any]:
         return list(gradients)
 

@@ -18,7 +18,6 @@ from ringtrain.hvd.backend import Sum, horovod
 from ringtrain.hvd.collectives import allgather_object
 from ringtrain.hvd.keras_patches import has_schedule, has_weights, innermost, reduction_of, velocities
 from ringtrain.hvd.placement import CPU
-from ringtrain.hvd.reducers.local_steps import end_round, steps_of_round
 from ringtrain.hvd.sync import broadcast_model, check_in_sync, differing_weights
 
 
@@ -200,21 +199,6 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
             super()._save_model(*args, **kwargs)
 
 
-class EndRoundCallback(keras.callbacks.Callback):
-    """Ends rounds of local steps before an evaluation and at the end of an epoch; on every rank, before others.
-
-    Example:
-        >>> model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(), local_steps=16), "mse")
-        >>> model.fit(x, y, validation_data=test, callbacks=[hvd.callbacks.EndRoundCallback(), ...])
-    """
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        end_round(self.model)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        end_round(self.model)
-
-
 class CheckInSyncCallback(keras.callbacks.Callback):
     """Runs `check_in_sync` after the first step, every `every_steps` steps and at the end of training.
 
@@ -246,13 +230,6 @@ class CheckInSyncCallback(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         self._check()
-        if steps_of_round(self.model) and horovod.rank() == 0:
-            print(
-                "ringtrain: weights differ between ranks, since a round of local steps is under way: pass"
-                " hvd.callbacks.EndRoundCallback(), or call hvd.end_round(model)",
-                file=sys.stderr,
-                flush=True,
-            )
 
     def _check(self) -> None:
         start = time.perf_counter()

@@ -7,7 +7,7 @@ clipped, decayed and applied. Inside a `LossScaleOptimizer`, gradients are reduc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -26,18 +26,10 @@ def distribute(
     reduction: Reduction,
     backward_passes: int,
     jit_update: bool = False,
-    mixin: Any = None,
-    settings: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Makes an optimizer reduce, in place; `backward_passes` 1 keeps its `gradient_accumulation_steps`.
-
-    `mixin`: subclass of `Distributed` with these settings; None: the plain one for the optimizer.
-    """
+    """Makes an optimizer reduce, in place; `backward_passes` 1 keeps its `gradient_accumulation_steps`."""
     base = type(optimizer)
-    if mixin is None:
-        mixin = Distributed
-        if isinstance(optimizer, keras.optimizers.MultiOptimizer):
-            mixin = _DistributedMulti
+    mixin = _DistributedMulti if isinstance(optimizer, keras.optimizers.MultiOptimizer) else Distributed
     if backward_passes > 1:
         _accumulate(optimizer, backward_passes)
     attributes = {
@@ -46,7 +38,6 @@ def distribute(
         "_local_keys": set(),
         "_reduced_before": [],
     }
-    attributes |= settings or {}
     subclass = saved_as_its_base(mixin, base, attributes)
     set_class(optimizer, subclass)
     if optimizer.built:
@@ -55,9 +46,9 @@ def distribute(
 
 
 def undistribute(optimizer: Any) -> None:
-    """Makes an optimizer Keras' own again, unless this rank has a part of its slots only."""
+    """Makes an optimizer Keras' own again."""
     inner = innermost(optimizer)
-    if not isinstance(inner, _Reducing) or not inner.can_be_undone:
+    if not isinstance(inner, _Reducing):
         return
     reduction = inner.reduction
     for single in [inner, *getattr(inner, "_inner_optimizers", ())]:
@@ -71,17 +62,17 @@ def undistribute(optimizer: Any) -> None:
     vars(optimizer).pop("register_local_var", None)
 
 
-def variables_of_one_rank(optimizer: Any, now: bool = False) -> list[Any]:
-    """Variables of an optimizer, and weights, that may differ between ranks; `now`: at the current step.
+def variables_of_one_rank(optimizer: Any) -> list[Any]:
+    """Variables of an optimizer that may differ between ranks: accumulated gradients that are not reduced yet, errors.
 
-    These are accumulated gradients that are not reduced yet, and what a reducer or an update keeps for itself.
+    Errors are what a compression has not sent.
     """
     inner = innermost(optimizer)
     kept: list[Any] = []
     for single in getattr(inner, "optimizers", [inner]):
         kept += getattr(single, "_accumulated_gradients", None) or []
-        if isinstance(single, _Reducing):
-            kept += single.of_one_rank(now)
+        if isinstance(single, _Reducing) and single.reducer:
+            kept += single.reducer.of_one_rank()
     return kept
 
 
@@ -188,26 +179,8 @@ class _Reducing(keras.optimizers.Optimizer):
     """variables that the plain optimizer has not"""
     of_object: tuple[str, ...] = ("_reached", "_updated_variables", "added")
     """attributes that are set on the optimizer itself"""
-    can_be_undone = True
     is_probe = False
     """whether it is a check's copy, whose variables are no state of the reducer"""
-
-    @property
-    def update_name(self) -> str:
-        """Name of the update, which must be the same on every rank."""
-        return "whole"
-
-    @property
-    def when_reduced(self) -> str:
-        """When gradients are reduced, if not in each update: for the proof."""
-        return ""
-
-    @property
-    def no_loss_scale(self) -> str:
-        """Name of the feature that forbids loss scaling, whose steps may be skipped; "" if none does."""
-        if self.reducer and self.reducer.has_state:
-            return name_of(self.reduction.compression)
-        return ""
 
     @property
     def reducer(self) -> Reducer | None:
@@ -217,10 +190,6 @@ class _Reducing(keras.optimizers.Optimizer):
     def adds_up_rows(self) -> bool:
         """Whether each row of a sparse gradient reaches the update once, as the sum of its parts."""
         return self.reduction.merges_rows or self.reduction.sparse_as_dense
-
-    def why_apart(self) -> str:
-        """Why the ranks' weights differ at the moment, with what to do; "" if they do not."""
-        return ""
 
     def prepare_probe(self) -> None:
         """Makes a check's copy of an optimizer change its weights in a single update."""
@@ -256,10 +225,6 @@ class _Reducing(keras.optimizers.Optimizer):
         if self.reducer and not self.added and not self.is_probe:
             added = self.reducer.build(self, self._trainable_variables)
             self.__dict__["added"] = added  # not self.added = ...: Keras would track a list of its own
-
-    def of_one_rank(self, now: bool) -> list[Any]:
-        """See `variables_of_one_rank`."""
-        return self.reducer.of_one_rank() if self.reducer else []
 
     def save_own_variables(self, store: Any) -> None:
         """Saves those of the plain optimizer, as which a model is saved."""
@@ -315,8 +280,8 @@ class _Reducing(keras.optimizers.Optimizer):
 
     def refuse_loss_scale(self) -> None:
         """Raises ValueError if a step cannot be skipped or scaled."""
-        what = self.no_loss_scale
-        if what:
+        if self.reducer and self.reducer.has_state:
+            what = name_of(self.reduction.compression)
             raise ValueError(f"{what} does not work with a LossScaleOptimizer (mixed_float16): use mixed_bfloat16")
 
     def agree_on_finite(self, finite: Any) -> Any:

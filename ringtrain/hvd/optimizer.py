@@ -29,7 +29,6 @@ from ringtrain.hvd.keras_patches import (
 )
 from ringtrain.hvd.process import PROCESS, elastic
 from ringtrain.hvd.reducer import name_of
-from ringtrain.hvd.reducers.local_steps import LocalSteps, LocalUpdates, refuse_local
 from ringtrain.hvd.reduction import Reduction
 from ringtrain.hvd.step_timing import PLACE
 
@@ -52,7 +51,6 @@ def DistributedOptimizer(
     deterministic: bool = False,
     jit_update: bool = False,
     compression_start_step: int = 0,
-    local_steps: int | LocalSteps = 1,
     merge_rows: bool = False,
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer reduce its gradients over all ranks before it clips, decays and applies them.
@@ -85,9 +83,6 @@ def DistributedOptimizer(
         jit_update: Addition of ringtrain. Compile the update of the weights with XLA, unless a gradient is sparse. Adam
             and AdamW take less time. The weights differ in the last bits from those without.
         compression_start_step: Addition of ringtrain. Number of updates before the first that is compressed.
-        local_steps: Addition of ringtrain. Number of updates that each rank makes by itself, before the ranks average
-            their weights; or a `LocalSteps` with an outer optimizer. Call `hvd.end_round(model)` before weights are
-            evaluated or saved. 1: gradients are reduced in every update.
         merge_rows: Addition of ringtrain. Add up the parts of a row of a sparse gradient before the update, as in a
             dense one, and send less. False: Adam and others square the parts one by one, as Keras does. Several ranks
             with GPUs always add them up, since TensorFlow would do so in another order on each rank.
@@ -123,15 +118,15 @@ def DistributedOptimizer(
         compression_start_step=compression_start_step,
         merge_rows=merge_rows,
     )
-    updates = _updates(optimizer, reduction, local_steps)
+    has_state = reduction.reducer and reduction.reducer.has_state
+    if has_state and isinstance(innermost(optimizer), keras.optimizers.MultiOptimizer):
+        raise ValueError(f"compression {name_of(compression)} does not work with MultiOptimizer: use fp16 or bf16")
     refuse_bypassing(innermost(optimizer))
     teach_keras()
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return distribute(optimizer, reduction, backward_passes_per_step, jit_update, **updates)
+        return distribute(optimizer, reduction, backward_passes_per_step, jit_update)
     _refuse_own_check(optimizer)
-    optimizer.inner_optimizer = distribute(
-        optimizer.inner_optimizer, reduction, backward_passes_per_step, jit_update, **updates
-    )
+    optimizer.inner_optimizer = distribute(optimizer.inner_optimizer, reduction, backward_passes_per_step, jit_update)
     set_untracked(optimizer, register_local_var=optimizer.inner_optimizer.register_local_var)
     return optimizer
 
@@ -146,25 +141,6 @@ def _refuse_other(optimizer: Any) -> None:
     refuse_horovods_own(optimizer)
     if distributed(optimizer):
         raise ValueError(f"DistributedOptimizer: {type(optimizer).__name__} is distributed already; wrap it once")
-
-
-def _updates(
-    optimizer: keras.optimizers.Optimizer, reduction: Reduction, local_steps: int | LocalSteps
-) -> dict[str, Any]:
-    """Arguments of `distribute` for local steps; {}: every rank makes the whole, same update."""
-    updates: dict[str, Any] = {}
-    if local_steps != 1:
-        if isinstance(local_steps, LocalSteps):
-            local = local_steps
-        else:
-            local = LocalSteps(local_steps)
-        refuse_local(optimizer, reduction)
-        updates = {"mixin": LocalUpdates, "settings": {"local": local}}
-    has_state = reduction.reducer and reduction.reducer.has_state
-    if has_state and isinstance(innermost(optimizer), keras.optimizers.MultiOptimizer):
-        name = name_of(reduction.compression)
-        raise ValueError(f"compression {name} does not work with MultiOptimizer: use fp16 or bf16")
-    return updates
 
 
 def _refuse_own_check(optimizer: keras.optimizers.LossScaleOptimizer) -> None:

@@ -26,7 +26,7 @@ class Reduction:
 
     `accumulated_scale` multiplies the result: Keras averages over micro-steps, but Horovod's `backward_passes_per_step`
     sums. `share` multiplies this rank's gradients, in `_Reducing.weighted`. `reducer` replaces the allreduce of dense
-    gradients. With `is_local`, nothing is sent. `merge_rows` adds up the rows of a sparse gradient before the update.
+    gradients. `merge_rows` adds up the rows of a sparse gradient before the update.
     """
 
     name: str
@@ -42,7 +42,6 @@ class Reduction:
     accumulated_scale: float = 1.0
     deterministic: bool = False
     compression_start_step: int = 0
-    is_local: bool = False
     merge_rows: bool = False
     reducer: Reducer | None = field(init=False, default=None)
     share: tf.Variable | None = field(default_factory=lambda: tf.Variable(1.0, trainable=False) if elastic() else None)
@@ -70,23 +69,8 @@ class Reduction:
     @functools.cached_property
     def uncompressed(self) -> Reduction:
         """The same reduction without compression."""
-        return self._with("uncompressed", compression=Compression.none, compression_start_step=0)
-
-    @functools.cached_property
-    def of_this_rank(self) -> Reduction:
-        """The same for an update without communication: scales local variables and micro-steps."""
-        return self.uncompressed._with("local", is_local=True)
-
-    @functools.cached_property
-    def of_rounds(self) -> Reduction:
-        """The same reduction for changes of weights, whose gradients were scaled before."""
-        return self._with("round", accumulated_scale=1.0)
-
-    def _with(self, suffix: str, **changes: Any) -> Reduction:
-        other = replace(self, name=f"{self.name}_{suffix}", _graphs={}, **changes)
-        if other.compression is self.compression:
-            other.reducer = self.reducer
-        return other
+        name = f"{self.name}_uncompressed"
+        return replace(self, name=name, _graphs={}, compression=Compression.none, compression_start_step=0)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
         """Reduces gradients (tensors or `IndexedSlices`, not None) except `local` ones; shapes and dtypes stay."""
@@ -154,23 +138,6 @@ class Reduction:
         """This rank's number in its process set, and the number of ranks in it."""
         return self.process_set.rank(), self.process_set.size()
 
-    def reduce_scatter(self, vectors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns this rank's parts of the reduced vectors of all ranks, cut as Horovod's reducescatter does."""
-        if self._alone():
-            return [scaled(vector, self.accumulated_scale) for vector in vectors]
-        refuse_xla()
-        prefix = f"HorovodReducescatter_{unique_in_graph(self.name)}"
-
-        def send() -> list[tf.Tensor]:
-            # One by one, so that each is sent as soon as its gradients are computed.
-            parts = []
-            for index, vector in enumerate(vectors):
-                parts += self._reduce_dense([vector], f"{prefix}_{index}", horovod.reducescatter)
-            return parts
-
-        parts = PLACE.reducing(self.process_set.size(), vectors, send)
-        return [scaled(part, self.accumulated_scale) for part in parts]
-
     def gather_parts(self, parts: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the vectors whose parts the ranks have, joined in the ranks' order."""
         if self._alone():
@@ -206,7 +173,7 @@ class Reduction:
 
     def _alone(self) -> bool:
         # Also outside of the process set, where Horovod does not change gradients.
-        return self.is_local or (not elastic() and (self.process_set.size() == 1 or not self.process_set.included()))
+        return not elastic() and (self.process_set.size() == 1 or not self.process_set.included())
 
     def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
         if not self._alone():
@@ -282,7 +249,7 @@ class Reduction:
                     values, rows = _summed_by_row(values, rows, counts)
         return tf.IndexedSlices(tf.cast(values, gradient.dtype), rows, gradient.dense_shape)
 
-    def _reduce_dense(self, gradients: list[tf.Tensor], name: str, reduce: Any = None) -> list[tf.Tensor]:
+    def _reduce_dense(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
         tensors = [widened(gradient) for gradient in gradients]
         factor = self.gradient_predivide_factor
         options = {
@@ -305,9 +272,7 @@ class Reduction:
             if self.op == Average:
                 options["op"] = Sum
                 after = divisor / self.num_ranks()
-        if reduce is not None:
-            results = [reduce(tensor, **options) for tensor in tensors]
-        elif self._as_one():
+        if self._as_one():
             results = joined(tensors, lambda flat: horovod.allreduce(flat, **options))
         elif self.groups is None:
             results = [horovod.allreduce(tensor, **options) for tensor in tensors]

@@ -21,7 +21,6 @@ from ringtrain.hvd.collectives import allgather_object, broadcast_variables, cop
 from ringtrain.hvd.distributed import variables_of_one_rank
 from ringtrain.hvd.keras_patches import (
     compiled_optimizer,
-    distributed,
     has_weights,
     innermost,
     layers_of,
@@ -161,22 +160,13 @@ def prove(model: keras.Model, batch: Any, tolerance: float | None = None) -> dic
 
     Raises:
         OutOfSync: On every rank, the first claim that does not hold.
-        ValueError: There are fewer rows than ranks, or the ranks' weights differ by design, as within a round of local
-            steps.
+        ValueError: There are fewer rows than ranks.
     """
-    optimizers = [innermost(optimizer) for optimizer in optimizers_of(model) if distributed(optimizer)]
-    for optimizer in optimizers:
-        why = optimizer.why_apart()
-        if why:
-            raise ValueError(f"prove: {why}")
     tensors = keras.tree.map_structure(keras.ops.convert_to_numpy, batch)
     checksums = [_checksum(leaf) for leaf in keras.tree.flatten(tensors)]
     if len(set(allgather_object(tuple(checksums), name="ringtrain_prove_batch"))) > 1:
         raise OutOfSync("prove: the ranks have other batches: pass the same rows on every rank")
     combined, *_ = [check_averaging(optimizer) for optimizer in optimizers_of(model)]
-    for when in dict.fromkeys(optimizer.when_reduced for optimizer in optimizers):
-        if when:
-            combined += f" {when}"
     evidence = {"updates get gradients": combined}
     evidence["weights and slots are equal"] = check_in_sync(model)
     rank, size = horovod.rank(), horovod.size()
@@ -238,7 +228,6 @@ def _require_same_settings(model: keras.Model, optimizer: Any, process_set: Proc
     settings = {
         "optimizer": type(inner).__name__,
         "gradient_accumulation_steps": inner.gradient_accumulation_steps,
-        "update": getattr(inner, "update_name", ""),
         "variables of other optimizers": num_others,
     }
     if reduction is None:
@@ -274,7 +263,7 @@ def _checksum(value: Any) -> int:
 def _local_variables(model: keras.Model, optimizer: Any) -> Iterator[Any]:
     """Yields what differs between ranks by design, and local variables with their slots."""
     optimizer = innermost(optimizer)
-    yield from variables_of_one_rank(optimizer, now=True)
+    yield from variables_of_one_rank(optimizer)
     parts = getattr(optimizer, "optimizers", [optimizer])
     if not getattr(optimizer, "_local_keys", None):
         return

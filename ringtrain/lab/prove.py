@@ -198,7 +198,6 @@ PLAIN = {
     "train.precision": "float32",
     "train.virtual_ranks": 0,
     "hvd.compression": "none",
-    "hvd.local_steps": 1,
     "hvd.op": "average",
 }
 """options of runs that are compared with one process, which does not round, leave out or add up as these do"""

@@ -201,7 +201,7 @@ class Step:
             weights = self.model.trainable_weights
         optimizers = [innermost(one) for one in hvd.optimizers_of(self.model) if distributed(one)]
         weights = [weight for weight in weights if not any(one.is_local(weight) for one in optimizers)]
-        if weights and hvd.local_steps_of(self.model) == 1 and (self.sums is not None or hvd.size() > 1):
+        if weights and (self.sums is not None or hvd.size() > 1):
             broadcast_variables(weights, root_rank=0)
 
     def _seeds_and_metrics(self) -> list[Any]:

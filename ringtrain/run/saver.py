@@ -99,7 +99,6 @@ class Saver(keras.callbacks.Callback):
         if self.model.stop_training or epoch + 1 == self.config.train.epochs:
             # Now: callbacks and averaged weights replace those with which training would continue.
             self._save_last()
-            hvd.end_round(self.model)
 
     def save(self) -> None:
         """Starts saving the current state, unless it is saved already.

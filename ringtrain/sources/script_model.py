@@ -245,17 +245,6 @@ def distribute(process: Process, optimizers: Sequence[Any], door: str) -> None:
             )
 
 
-def _unite_slots(model: keras.Model) -> None:
-    """Gives the optimizers of all ranks the same slots, where each rank has some of its own. Collective."""
-    slots = []
-    for optimizer in hvd.optimizers_of(model):
-        hvd.average_accumulated(optimizer)
-        if hvd.local_steps_of(model) > 1:
-            slots += innermost(optimizer).of_one_rank(now=True)
-    if slots:
-        hvd.broadcast_variables(slots, root_rank=0)
-
-
 TRAINED = "ringtrain_trained"
 """attribute of a model: what it was compiled with when it was last trained, and which of its layers were trainable"""
 
@@ -311,7 +300,8 @@ def unchanged_afterwards(model: keras.Model, may_be_compiled: bool = False) -> I
             hvd.broadcast_variables(hvd.global_seed(create=True), root_rank=0)
             numbers = [state.numpy() for state in hvd.global_seed()]
         if hvd.size() > 1 and not of_script:
-            _unite_slots(model)
+            for optimizer in hvd.optimizers_of(model):
+                hvd.average_accumulated(optimizer)
     finally:
         for optimizer, apply in zip(optimizers, applies, strict=True):
             vars(optimizer).pop("apply", None)

@@ -34,7 +34,6 @@ _HOROVOD = (
     "hvd.cycle_time_ms",
     "hvd.groups",
     "tracking.timeline_steps",
-    "hvd.local_steps",
     "hvd.merge_rows",
     "train.virtual_ranks",
 )

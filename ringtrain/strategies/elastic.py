@@ -260,11 +260,10 @@ class Elastic(Ring):
             raise ConfigError("model.not_averaged: in an elastic run no rank has weights of its own: leave it out")
         if config.model.split:
             raise ConfigError("model.split: ranks that join and leave have one device: leave it out")
-        if config.hvd.local_steps > 1 or kind_of(config.hvd.compression).keeps_errors:
+        if kind_of(config.hvd.compression).keeps_errors:
             keeping = " or ".join(name for name, kind in COMPRESSIONS.items() if kind.keeps_errors)
             raise ConfigError(
-                f"hvd.local_steps and hvd.compression {keeping}: a rank that is lost would take what it has not sent"
-                " along: leave them out"
+                f"hvd.compression {keeping}: a rank that is lost would take what it has not sent along: leave it out"
             )
         if config.tracking.timeline_steps:
             raise ConfigError(

@@ -10,7 +10,6 @@ import keras
 
 from ringtrain import hvd
 from ringtrain.compressions import reduced_bytes
-from ringtrain.config import HvdConfig
 from ringtrain.derived import num_shards
 from ringtrain.errors import ConfigError
 from ringtrain.optim import virtual_ranks
@@ -26,21 +25,12 @@ if TYPE_CHECKING:
 OF_OPTIMIZER = (
     "hvd.op",
     "hvd.compression",
-    "hvd.local_",
-    "hvd.outer_",
     "hvd.groups",
     "hvd.deterministic",
     "hvd.merge_rows",
     "optimizer.jit",
 )
 """beginnings of the options that `distribute` passes to hvd.DistributedOptimizer"""
-
-
-def _local_steps(options: HvdConfig) -> int | hvd.LocalSteps:
-    if options.local_steps == 1:
-        return 1
-    rates = options.outer_learning_rate, options.outer_momentum
-    return hvd.LocalSteps(options.local_steps, options.outer_optimizer, *rates, options.local_warmup_steps)
 
 
 class Ring(Strategy):
@@ -62,7 +52,6 @@ class Ring(Strategy):
                 op={"average": hvd.Average, "adasum": hvd.Adasum}[options.op],
                 compression=hvd.Compression.named(options.compression),
                 compression_start_step=options.compression_start_step * (options.compression != "none"),
-                local_steps=_local_steps(options),
                 groups=options.groups or None,
                 device_dense=device,
                 device_sparse=device,
@@ -71,29 +60,20 @@ class Ring(Strategy):
                 merge_rows=options.merge_rows,
             )
         except ValueError as error:
-            if not str(error).startswith(("compression", "local_steps")):
+            if not str(error).startswith("compression"):
                 raise
             raise ConfigError(str(error)) from error
 
     def proof(self, summary: Mapping[str, Any], gradients: str) -> str:
         if self.config.train.virtual_ranks:
             gradients += " in a fixed order"
-        if "local_steps" not in summary or summary["num_ranks"] == 1:
-            return super().proof(summary, gradients)
-        rounds = f"each round of {summary['local_steps']} local steps"
-        return (
-            f"{summary['num_ranks']} ranks in step after {rounds}: its changes {gradients}, weights equal"
-            f" {summary['checksum']}; between rounds, and in their optimizers, ranks differ"
-        )
+        return super().proof(summary, gradients)
 
     def summary(self, run: RunContext) -> dict[str, Any]:
         facts, compression = super().summary(run), self.config.hvd.compression
         if compression != "none":
             shapes = [variable.shape for variable in run.model.trainable_variables]
             facts["reduced_bytes"] = reduced_bytes(shapes, compression)
-        steps = hvd.local_steps_of(run.model)
-        if steps > 1:
-            facts["local_steps"] = steps
         return facts
 
     def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:

@@ -1,6 +1,6 @@
 """Measures docs/slow-links.md: accuracy of each way over its steps, and its speed on links of a rate. Needs root.
 
-    python tests/cluster/slow_links.py accuracy RESULTS      # 15 ways, three seeds, about an hour on two cores
+    python tests/cluster/slow_links.py accuracy RESULTS      # 6 ways, three seeds, about an hour on two cores
     python tests/cluster/slow_links.py speed RESULTS         # at 100 and at 10 Mb/s, about half an hour
     python tests/cluster/slow_links.py show RESULTS          # tables, and RESULTS/slow-links.png
 
@@ -28,26 +28,15 @@ import numpy as np
 
 from ringtrain.compressions import reduced_bytes
 
-LOW, LOCAL, OUTER = "--hvd.compression", "--hvd.local-steps", ("--hvd.outer-optimizer", "nesterov")
+LOW = "--hvd.compression"
 WAYS: dict[str, list[str]] = {
     "ring": [],
     "fp16": [LOW, "fp16"],
     "bf16": [LOW, "bf16"],
     "powersgd:1": [LOW, "powersgd:1"],
     "powersgd:4": [LOW, "powersgd:4"],
-    "8 local steps": [LOCAL, "8"],
-    "8 local steps, Nesterov": [LOCAL, "8", *OUTER],
-    "32 local steps": [LOCAL, "32"],
-    "32 local steps, Nesterov": [LOCAL, "32", *OUTER],
-    "8 local steps, powersgd:4": [LOCAL, "8", LOW, "powersgd:4"],
-    "32 local steps, powersgd:32": [LOCAL, "32", LOW, "powersgd:32"],
-    "32 local steps, powersgd:32, Nesterov": [LOCAL, "32", LOW, "powersgd:32", *OUTER],
-    "64 local steps, fp16": [LOCAL, "64", LOW, "fp16"],
-    "64 local steps, fp16, Nesterov": [LOCAL, "64", LOW, "fp16", *OUTER],
     "one host": [],
 }
-OF_OUTER = ", Nesterov"
-"""ending of a way that takes as long as the one without"""
 RATES = (100, 10)
 SEEDS = (0, 1, 2)
 EPOCHS, BATCH, TARGET = 2, 64, 0.88
@@ -81,9 +70,7 @@ def accuracy(results: Path) -> None:
 
 
 def block_of(way: str, rate: int) -> tuple[int, int]:
-    """Turns of a measurement, and steps of each: whole rounds, and few where a step takes seconds."""
-    if "local" in way:
-        return (3 if rate == RATES[0] else 2), max(32, int(way.split()[0]))
+    """Turns of a measurement, and steps of each: few where a step takes seconds."""
     is_slow = rate == RATES[-1] and "powersgd" not in way
     return (1, 4) if is_slow else (3, 20)
 
@@ -92,7 +79,7 @@ def speed(results: Path) -> None:
     """Measures steps with and without communication, in turns, on two hosts, unless that is there already."""
     for rate, (way, options) in itertools.product(RATES, WAYS.items()):
         out = results / f"{rate}-{way}.json"
-        if way == "one host" or way.endswith(OF_OUTER) or out.exists():
+        if way == "one host" or out.exists():
             continue
         turns, steps = block_of(way, rate)
         argv = ["ringtrain", "bench", "train", "-H", "host1:1,host2:1", "--launcher", "horovodrun-gloo"]
@@ -122,11 +109,8 @@ def megabytes(way: str, num_steps: float) -> float:
     """Sent by one of two ranks, whose ring sends what it reduces once."""
     if way == "one host" or math.isnan(num_steps):
         return 0.0 * num_steps
-    words = dict(zip(WAYS[way][::2], WAYS[way][1::2], strict=True))
-    compression, local = words.get(LOW, "none"), int(words.get(LOCAL, 1))
-    per_epoch = NUM_TRAIN // (2 * BATCH)
-    rounds = math.ceil(per_epoch / local)  # an epoch ends its last one
-    return num_steps / per_epoch * rounds * reduced_bytes(SHAPES, compression) / 1e6
+    compression = WAYS[way][-1] if WAYS[way] else "none"
+    return num_steps * reduced_bytes(SHAPES, compression) / 1e6
 
 
 def steps_per_s(results: Path, rate: int) -> dict[str, tuple[float, float]]:
@@ -134,7 +118,7 @@ def steps_per_s(results: Path, rate: int) -> dict[str, tuple[float, float]]:
     found: dict[str, tuple[float, float]] = {}
     alone: list[float] = []
     for way in WAYS:
-        file = results / f"{rate}-{way.removesuffix(OF_OUTER)}.json"
+        file = results / f"{rate}-{way}.json"
         if file.exists():
             of_2 = json.loads(file.read_text())["results"]
             speed = of_2["images_per_s"]["median"] / (2 * BATCH)

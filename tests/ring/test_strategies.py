@@ -186,7 +186,6 @@ def test_a_start_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
 
 TRIED = {
     "hvd.compression": "fp16",
-    "hvd.local_steps": 4,
     "hvd.groups": 2,
     "hvd.merge_rows": True,
     "hvd.fusion_mb": 7.0,

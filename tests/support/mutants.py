@@ -126,21 +126,6 @@ MUTANTS = (
         *("tf.where(is_zero, matrix.right.value, right)", "right"),
         _property("slow_links.a_gradient_of_zeros_does_not_stop_the_iteration"),
     ),
-    Mutant(
-        *("rounds that move frozen layers", "hvd/reducers/local_steps.py"),
-        *("if variable.trainable and not self.is_local(variable):", "if not self.is_local(variable):"),
-        _property("slow_links.frozen_weights_stay"),
-    ),
-    Mutant(
-        *("rounds that begin where the last one began", "hvd/reducers/local_steps.py"),
-        *("start.assign(variable)", "pass"),
-        _property("slow_links.a_round_is_what_its_formula_says"),
-    ),
-    Mutant(
-        *("weights of ranks that are not saved", "hvd/reducers/local_steps.py"),
-        *("[*super().of_one_rank(now), *slots, *weights]", "[*super().of_one_rank(now), *slots]"),
-        "tests/ring/test_slow_links.py::test_stopped_and_killed_runs_go_on_as_if_nothing_had_happened[local]",
-    ),
     # Samples
     Mutant(
         *("no shards: every rank trains the first", "data/row_order.py"),
