@@ -76,6 +76,11 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
             " steps_per_epoch"
         )
     optimizers = hvd.optimizers_of(model)
+    if len(optimizers) > 1 and innermost(model.optimizer).use_ema and not model.optimizer.built:
+        raise ConfigError(
+            "ringtrain.fit: use_ema of one of several optimizers would average all weights of the model: call"
+            " optimizer.build(variables) before, with those that it trains"
+        )
     distribute(process, optimizers, "ringtrain.fit")
     train_step.be_traced_anew(model)
     num_rows = max(2, batch_size // hvd.size())

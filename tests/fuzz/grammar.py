@@ -961,7 +961,7 @@ CALLBACK_CLASSES = {
         "        self.losses, self.variable = np.zeros(9), keras.Variable(1.0)",
         "    def on_train_batch_end(self, batch, logs=None):",
         "        self.count += 1",
-        "        last = self.model.trainable_variables[-1]",
+        "        last = self.model.weights[-1]",
         "        last.assign(last + 0.001 * ops.cast(self.variable, last.dtype))",
         "    def on_epoch_end(self, epoch, logs=None):",
         "        self.best, self.losses[epoch] = min(self.best, logs['loss']), logs['loss']",
@@ -1053,7 +1053,9 @@ def _callbacks(draw: Draw, task: Task, arguments: list[str]) -> tuple[list[str],
 
 
 def _note_reasons(draw: Draw, task: Task, callbacks: list[str]) -> None:
-    """Notes why ranks train another model with these callbacks."""
+    """Notes why ranks train another model with these callbacks and steps."""
+    if draw.words.get("steps") == "['validation_steps=1']" and draw.words.get("steps per execution") == "True":
+        draw.unequal("validation_steps that are no multiple of steps_per_execution")
     if "use_ema" in draw.words["optimizer options"] and any(word in one for word in OF_FREEZING for one in callbacks):
         draw.unequal("averages of frozen layers")
     if any("train_on_batch" in one for one in callbacks):  # each rank trains all of its rows

@@ -9,7 +9,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -203,17 +202,20 @@ def test_texts_count_in_memory_and_blocks_are_read_once(
 
 
 def test_nothing_stays_of_records_that_are_deleted(folder: Path) -> None:
-    before = threading.active_count()
+    def readers() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith("ringtrain-blocks")}
+
+    before = readers()
     rows = records(folder)
     for _ in rows.dataset(32, seed=0):
         pass
+    assert readers() - before
     alive = weakref.ref(rows)
     del rows
     gc.collect()
-    deadline = time.monotonic() + 30
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert alive() is None and threading.active_count() <= before
+    for thread in readers() - before:
+        thread.join(30)
+    assert alive() is None and not readers() - before
 
 
 def test_a_dataset_has_another_order_in_each_iteration(folder: Path) -> None:
