@@ -72,6 +72,8 @@ class Stream(Split):
     """iterator over all epochs, or over an evaluation"""
     _num_begun = _next = 0
     """epochs or evaluations that were begun, also by earlier processes; number of the next batch of an evaluation"""
+    _num_ended = 0
+    """epochs that were ended: a change of ranks may end one again"""
     _is_read = False
     """whether training has begun"""
 
@@ -203,11 +205,13 @@ class Stream(Split):
         elif number >= self._num_begun:
             self._take_orders(number)
             self._begin_unread()
+            self._num_ended = number + 1
 
     def end_epoch(self, epoch: int) -> None:
-        if not self.is_endless:
+        if not self.is_endless and epoch >= self._num_ended:
             self._take_orders(epoch)  # if an earlier process has trained all of it
             self._begin_unread()
+            self._num_ended = epoch + 1
 
     def _take_orders(self, number: int) -> None:
         if number < self._num_begun:
