@@ -66,8 +66,11 @@ class Split:
     def end_evaluation(self) -> None:
         """Reads what is left, as the other ranks do."""
 
-    def pass_over(self, number: int) -> None:
-        """Does to shuffles, which other data may share, what an epoch or evaluation has done, counted from 0."""
+    def pass_over(self, epoch: int) -> None:
+        """Does to shuffles and hooks, which other data may share, what an epoch has done, counted from 0."""
+
+    def pass_over_evaluation(self, number: int) -> None:
+        """Does to them what an evaluation has done, counted from 0."""
 
     def end_epoch(self, epoch: int) -> None:
         """Does to them what Keras does at the end of an epoch of training, before its evaluation."""

@@ -79,8 +79,11 @@ class StreamOfRank0(Stream):
     def end_evaluation(self) -> None:
         self._source.end_evaluation()
 
-    def pass_over(self, number: int) -> None:
-        self._source.pass_over(number)
+    def pass_over(self, epoch: int) -> None:
+        self._source.pass_over(epoch)
+
+    def pass_over_evaluation(self, number: int) -> None:
+        self._source.pass_over_evaluation(number)
 
     def iterator(self, epoch: int, first_step: int) -> Iterator[Any]:
         import tensorflow as tf

@@ -207,6 +207,9 @@ class Stream(Split):
             self._begin_unread()
             self._num_ended = number + 1
 
+    def pass_over_evaluation(self, number: int) -> None:
+        self.pass_over(number)
+
     def end_epoch(self, epoch: int) -> None:
         if not self.is_endless and epoch >= self._num_ended:
             self._take_orders(epoch)  # if an earlier process has trained all of it
@@ -269,12 +272,7 @@ class PyDatasetStream(Stream):
         return tf.data.Dataset.from_generator(lambda: self.each(numbers), output_signature=self._signature)
 
     def iterator(self, epoch: int, first_step: int) -> Iterator[Any]:
-        while self._begun <= epoch:  # those that were elsewhere as well
-            with _seeded(self.seed, self._begun):
-                self.source.on_epoch_end()
-            with _seeded(self.seed, self._begun, 0):
-                self.source.on_epoch_begin()
-            self._begun += 1
+        self.pass_over(epoch)
         if self.shuffle:
             order = np.random.default_rng([self.seed, epoch]).permutation(self.num_batches)
         else:
@@ -282,11 +280,20 @@ class PyDatasetStream(Stream):
         self._epoch, self.numbers = epoch, order[first_step:].tolist()
         return iter(self._own())
 
-    def pass_over(self, number: int) -> None:
-        """Does nothing: hooks are called before the next epoch or evaluation."""
+    def pass_over(self, epoch: int) -> None:
+        """Calls the hooks up to this epoch, unless they were."""
+        while self._begun <= epoch:
+            with _seeded(self.seed, self._begun):
+                self.source.on_epoch_end()
+            with _seeded(self.seed, self._begun, 0):
+                self.source.on_epoch_begin()
+            self._begun += 1
+
+    def pass_over_evaluation(self, number: int) -> None:
+        self.begin_evaluation(number)
 
     def end_epoch(self, epoch: int) -> None:
-        """Does nothing, for the same reason."""
+        """Does nothing: the next epoch calls the hooks."""
 
     def end_evaluation(self) -> None:
         """Does nothing: each rank reads its own batches."""

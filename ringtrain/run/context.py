@@ -182,6 +182,21 @@ class Job:
     last_callback: Callable[[RunContext], keras.callbacks.Callback] | None = None
     """makes a callback that follows all others; None: there is none"""
 
+    def num_evaluations(self, first: int, end: int) -> int:
+        """Number of evaluations in these epochs."""
+        return sum(map(self.validation.is_due, range(first, end))) if self.numbers.num_test else 0
+
+    def pass_over(self, first: int, end: int) -> None:
+        """Leaves shuffles, caches and hooks of the data, which a later fit may share, as these epochs have left them.
+
+        Args:
+            first: Epoch in which the run has begun, in whichever attempt.
+        """
+        for epoch in range(first, end):
+            self.data_set.train.pass_over(epoch - first)
+            if self.num_evaluations(epoch, epoch + 1):
+                self.data_set.test.pass_over_evaluation(self.num_evaluations(first, epoch))
+
 
 @dataclass(kw_only=True)
 class RunContext(Process, Job):

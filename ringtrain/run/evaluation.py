@@ -64,15 +64,7 @@ class Evaluation(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Lets shuffles and caches, which training data may share, be as earlier processes have left them."""
-        train, start = self.run.data_set.train, self.run.start.initial_epoch
-        for epoch in range(start, self.run.clock.epoch):
-            train.pass_over(epoch - start)
-            if self.run.numbers.num_test and self.run.validation.is_due(epoch):
-                self.test.pass_over(self._num_before(epoch))
-
-    def _num_before(self, epoch: int) -> int:
-        """Number of evaluations of the run before an epoch."""
-        return sum(map(self.run.validation.is_due, range(self.run.start.initial_epoch, epoch)))
+        self.run.pass_over(self.run.start.initial_epoch, self.run.clock.epoch)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Sets metrics that `reset_state` leaves alone back to this rank's own state, or the sum would count again."""
@@ -181,7 +173,7 @@ class Evaluation(keras.callbacks.Callback):
 
     def _evaluate_shards(self, epoch: int) -> list[list[NDArray[Any]]]:
         """State of the metrics after each of this rank's shards."""
-        self.test.begin_evaluation(self._num_before(epoch))
+        self.test.begin_evaluation(self.run.num_evaluations(self.run.start.initial_epoch, epoch))
         # Where ranks share seeds, layers that are random here, too, must leave them as they were.
         seeds = hvd.seeds(self.model) if hvd.is_shared(self.model) else []
         kept, parts = [keras.ops.convert_to_numpy(seed) for seed in seeds], []

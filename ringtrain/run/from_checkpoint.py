@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import socket
 import sys
@@ -176,7 +177,10 @@ class FromCheckpoint:
     def restore(self, process: Process, job: Job) -> tuple[Start, Mapping[str, Any]]:
         num_steps = job.numbers.num_steps
         find_start(process)
-        return restore(process, job, job.numbers, lambda start: start.global_step >= num_steps)
+        start, summary = restore(process, job, job.numbers, lambda start: start.global_step >= num_steps)
+        if summary:  # a script may go on with the same data
+            job.pass_over(start.initial_epoch, math.ceil(start.global_step / job.numbers.steps_per_epoch))
+        return start, summary
 
     def open_folder(self, process: Process, job: Job, start: Start) -> Opening:
         from ringtrain import hvd
