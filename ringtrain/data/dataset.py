@@ -66,13 +66,16 @@ class Split:
     def end_evaluation(self) -> None:
         """Reads what is left, as the other ranks do."""
 
-    def pass_over(self, epoch: int) -> None:
-        """Does to shuffles and hooks, which other data may share, what an epoch has done, counted from 0."""
+    def pass_over(self, epoch: int, was_stopped: bool = False) -> None:
+        """Does to shuffles and hooks, which other data may share, what an epoch has done, counted from 0.
+
+        was_stopped: Whether a callback has ended training within it.
+        """
 
     def pass_over_evaluation(self, number: int) -> None:
         """Does to them what an evaluation has done, counted from 0."""
 
-    def end_epoch(self, epoch: int) -> None:
+    def end_epoch(self, epoch: int, was_stopped: bool = False) -> None:
         """Does to them what Keras does at the end of an epoch of training, before its evaluation."""
 
     def checksum(self) -> int:

@@ -66,8 +66,8 @@ class StreamOfRank0(Stream):
         if isinstance(self._source, Stream):
             self._source.close()
 
-    def end_epoch(self, epoch: int) -> None:
-        self._source.end_epoch(epoch)
+    def end_epoch(self, epoch: int, was_stopped: bool = False) -> None:
+        self._source.end_epoch(epoch, was_stopped)
 
     def part(self, numbers: Sequence[int]) -> tf.data.Dataset | None:
         part: tf.data.Dataset | None = self._source.part(numbers)
@@ -79,8 +79,8 @@ class StreamOfRank0(Stream):
     def end_evaluation(self) -> None:
         self._source.end_evaluation()
 
-    def pass_over(self, epoch: int) -> None:
-        self._source.pass_over(epoch)
+    def pass_over(self, epoch: int, was_stopped: bool = False) -> None:
+        self._source.pass_over(epoch, was_stopped)
 
     def pass_over_evaluation(self, number: int) -> None:
         self._source.pass_over_evaluation(number)

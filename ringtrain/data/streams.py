@@ -198,22 +198,21 @@ class Stream(Split):
     def _own(self) -> tf.data.Dataset:
         return ahead(self.dataset) if self.rows is None else self.rows
 
-    def pass_over(self, number: int) -> None:
+    def pass_over(self, epoch: int, was_stopped: bool = False) -> None:
         """Does to shuffles and caches what an epoch or evaluation does, from 0, that an earlier process has read."""
         if self.is_endless:
             self._open = self._open or iter(self._own())
-        elif number >= self._num_begun:
-            self._take_orders(number)
-            self._begin_unread()
-            self._num_ended = number + 1
+        elif epoch >= self._num_begun:
+            self.end_epoch(epoch, was_stopped)
 
     def pass_over_evaluation(self, number: int) -> None:
         self.pass_over(number)
 
-    def end_epoch(self, epoch: int) -> None:
+    def end_epoch(self, epoch: int, was_stopped: bool = False) -> None:
         if not self.is_endless and epoch >= self._num_ended:
             self._take_orders(epoch)  # if an earlier process has trained all of it
-            self._begin_unread()
+            if not was_stopped:
+                self._begin_unread()
             self._num_ended = epoch + 1
 
     def _take_orders(self, number: int) -> None:
@@ -280,7 +279,7 @@ class PyDatasetStream(Stream):
         self._epoch, self.numbers = epoch, order[first_step:].tolist()
         return iter(self._own())
 
-    def pass_over(self, epoch: int) -> None:
+    def pass_over(self, epoch: int, was_stopped: bool = False) -> None:
         """Calls the hooks up to this epoch, unless they were."""
         while self._begun <= epoch:
             with _seeded(self.seed, self._begun):
@@ -292,7 +291,7 @@ class PyDatasetStream(Stream):
     def pass_over_evaluation(self, number: int) -> None:
         self.begin_evaluation(number)
 
-    def end_epoch(self, epoch: int) -> None:
+    def end_epoch(self, epoch: int, was_stopped: bool = False) -> None:
         """Does nothing: the next epoch calls the hooks."""
 
     def end_evaluation(self) -> None:

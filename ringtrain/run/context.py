@@ -186,14 +186,15 @@ class Job:
         """Number of evaluations in these epochs."""
         return sum(map(self.validation.is_due, range(first, end))) if self.numbers.num_test else 0
 
-    def pass_over(self, first: int, end: int) -> None:
+    def pass_over(self, first: int, end: int, was_stopped: bool = False) -> None:
         """Leaves shuffles, caches and hooks of the data, which a later fit may share, as these epochs have left them.
 
         Args:
             first: Epoch in which the run has begun, in whichever attempt.
+            was_stopped: Whether a callback has ended training within the last one.
         """
         for epoch in range(first, end):
-            self.data_set.train.pass_over(epoch - first)
+            self.data_set.train.pass_over(epoch - first, was_stopped and epoch + 1 == end)
             if self.num_evaluations(epoch, epoch + 1):
                 self.data_set.test.pass_over_evaluation(self.num_evaluations(first, epoch))
 

@@ -112,7 +112,8 @@ class Evaluation(keras.callbacks.Callback):
         hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
         metrics = self.summed(num_samples=1)  # not 0, as ranks have trained
         self.set_metrics(logs, metrics, (self.run.clock.results, self.results))
-        self.run.data_set.train.end_epoch(epoch - self.run.start.initial_epoch)
+        was_stopped = self.run.callbacks.stop.is_ended  # by a step: those that end with the epoch come later
+        self.run.data_set.train.end_epoch(epoch - self.run.start.initial_epoch, was_stopped)
         if not self.run.numbers.num_test or not self.run.validation.is_due(epoch):
             return
         begin_s = time.perf_counter()

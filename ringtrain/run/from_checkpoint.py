@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import socket
 import sys
@@ -179,7 +178,8 @@ class FromCheckpoint:
         find_start(process)
         start, summary = restore(process, job, job.numbers, lambda start: start.global_step >= num_steps)
         if summary:  # a script may go on with the same data
-            job.pass_over(start.initial_epoch, math.ceil(start.global_step / job.numbers.steps_per_epoch))
+            num_epochs, num_steps = divmod(start.global_step, job.numbers.steps_per_epoch)
+            job.pass_over(start.initial_epoch, num_epochs + bool(num_steps), was_stopped=num_steps > 0)
         return start, summary
 
     def open_folder(self, process: Process, job: Job, start: Start) -> Opening:
