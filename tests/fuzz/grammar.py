@@ -74,6 +74,8 @@ class Job:
     script: str
     unequal: tuple[str, ...]
     """why ranks do not train the model of one process"""
+    is_resumable: bool
+    """whether a run that is ended and started again equals an undisturbed one"""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,10 @@ def job(seed: int, given: Mapping[str, int | str] | None = None, is_whole: bool 
     head = HEAD.replace("SEED", str(seed)).replace("GIVEN", str(options)).replace("POLICY", policy)
     head = head.replace("FLOATX", "float64" if policy == "float64" else "float32")
     script = head + "\n".join(["", *lines, TAIL])
-    return Job(seed, dict(draw.taken), dict(draw.words), script, tuple(draw.reasons))
+    # TensorFlow refuses a file of a cache that a process which has ended left unfinished.
+    reads_ahead = _is_endless_and_shuffled(draw) and draw.words["second fit"] == "True"
+    is_resumable = ".cache('" not in script and not reads_ahead
+    return Job(seed, dict(draw.taken), dict(draw.words), script, tuple(draw.reasons), is_resumable)
 
 
 def _nest(values: Mapping[str, str], nest: str) -> str:
@@ -641,7 +646,7 @@ def _compile(draw: Draw, task: Task, nest: str) -> list[str]:
     arguments += given
     if any("Largest" in argument for argument in given):
         draw.unequal("a metric that is no sum")
-    if draw.flag("eager", often=12):
+    if draw.flag("eager", often=4):
         arguments.append("run_eagerly=True")
     elif draw.flag("steps per execution", often=9):
         arguments.append("steps_per_execution=2")
@@ -827,7 +832,7 @@ def _pipeline(draw: Draw, given: str, arguments: list[str]) -> tuple[list[str], 
 def _validation(draw: Draw, lines: list[str], data: str) -> list[str]:
     """Arguments of `fit` on held-out data; `lines` stand before the call."""
     unshuffled = ("arrays", "tf.data", "split", "PyDataset", "generator", "taken", "repeated", "filtered")
-    kind = draw("validation", "", *unshuffled, "shuffled", "shuffled", often=3)
+    kind = draw("validation", "", *unshuffled, "PyDataset", "shuffled", "shuffled", "shuffled", often=3)
     given = _given(draw) if draw.flag("weighted validation", often=1) else "(x, y)"
     held_out = f"tf.data.Dataset.from_tensor_slices({given})"
     arguments = [f"validation_data={held_out}.take(7).batch(3)"]
@@ -898,7 +903,7 @@ def _fits(draw: Draw, task: Task, compiled: list[str]) -> list[str]:
     arguments = [f"epochs={epochs}", "verbose=0"]
     lines, data = _training_data(draw, task, arguments)
     arguments += _validation(draw, lines, data)
-    if epochs > 1 and draw.flag("initial epoch", often=7):
+    if epochs > 1 and draw.flag("initial epoch", often=4):
         arguments.append("initial_epoch=1")
     before, after = _callbacks(draw, task, arguments)
     has_end = draw.words["data"] == "tf.data" and any(word in draw.words["pipeline"] for word in UNKNOWN_LENGTH)
@@ -909,9 +914,7 @@ def _fits(draw: Draw, task: Task, compiled: list[str]) -> list[str]:
     call = f"fit(model, {data}, {', '.join(arguments)})"
     lines += [*before, f"histories = [{call}.history]"]
     if draw.flag("second fit"):
-        if _is_endless_and_shuffled(
-            draw
-        ):  # Keras' iterator reads ahead, so that its next one has other orders in each run
+        if _is_endless_and_shuffled(draw):  # Keras' iterator reads ahead: its next one has other orders in each run
             draw.unequal("order of rows")
         between = draw("between", *BETWEEN)
         if "learning_rate" in between and draw.taken["rate"]:  # a schedule
@@ -1024,7 +1027,10 @@ def _callbacks(draw: Draw, task: Task, arguments: list[str]) -> tuple[list[str],
         left_out += OF_RATES
     if "MultiOptimizer" in draw.words["wrapper"]:  # which trains the layers of its beginning
         left_out += OF_FREEZING
-    if "use_ema" not in draw.words["optimizer options"]:
+    has_averages = "use_ema" in draw.words["optimizer options"]
+    if has_averages and not draw.flag("averages of frozen layers", often=9):  # not equal
+        left_out += OF_FREEZING
+    if not has_averages:
         left_out.append("SwapEMA")
     if not any(argument.startswith("validation") for argument in arguments):
         left_out.append("val_loss")

@@ -38,7 +38,7 @@ UNEVEN = r"rows, batch = (\d*[13579], \d+|\d+, 3)\n"
 """a batch whose rows two ranks cannot share evenly"""
 ONE_ROW = r"rows, batch = (33, (8|4|16|2)|17, (8|4|16|2)|9, (8|4|2)|7, [32]|5, [42]|40, 3)\n"
 """a last batch of one row"""
-SEVERAL = r"    y = [{\[]"
+SEVERAL = r"    y = [{(]"
 """several outputs"""
 SHUFFLED = (
     r"    data = data\.(shuffle\(rows, seed=6\)\n~\n    data = data\.(batch|map|take|skip|repeat)"
@@ -76,7 +76,7 @@ PLANTED = (
     Mutant(
         *("eager steps count the row in place of none", UNEVEN_LOSS),
         *("return loss, weight * tf.cast(has_rows, tf.float64)", "return loss, weight"),
-        *(THREE, SEVERAL + r"&run_eagerly"),
+        *(THREE, ONE_ROW + "&" + SEVERAL + r"&run_eagerly"),
     ),
     Mutant(
         *("masked steps count as others", UNEVEN_LOSS),
@@ -133,7 +133,7 @@ PLANTED = (
     Mutant(
         *("a second fit trains the layers of its beginning", SCRIPT),
         *("if compiled is None or compiled is not when or model.run_eagerly or len(then) != len(now):", "if True:"),
-        *(TWO, r"histories = \[~'trainable', False~\n(?:(?!    model\.compile)~\n)*    histories\.append"),
+        *(TWO, r"layers\[-1\]\.trainable = False\n    histories\.append"),
     ),
     # Data
     Mutant(
@@ -177,19 +177,19 @@ PLANTED = (
     ),
     Mutant(
         *("hooks of evaluations count from epoch 0", EVALUATION),
-        *("range(self.run.start.initial_epoch, epoch)", "range(epoch)"),
+        *("num_evaluations(self.run.start.initial_epoch, epoch)", "num_evaluations(0, epoch)"),
         *(TWO, r"def on_epoch_end\(self\)&validation_data=Batches~initial_epoch"),
     ),
     Mutant(
         *("the end of held-out data counts in losses of outputs", EVALUATION),
         *("if int(batches.cardinality()) == tf.data.UNKNOWN_CARDINALITY else None", "if False else None"),
-        *(TWO, SEVERAL + r"&validation_data=~(filter|shuffle~validation_steps)"),
+        *(TWO, SEVERAL + r"&validation_data=tf(?!~(filter|repeat|validation_steps))"),
     ),
     Mutant(
         *("validation takes orders before training has", STREAMS),
         *(
-            "def end_epoch(self, epoch: int) -> None:\n        if not",
-            "def end_epoch(self, epoch: int) -> None:\n        if",
+            "def end_epoch(self, epoch: int, was_stopped: bool = False) -> None:\n        if not",
+            "def end_epoch(self, epoch: int, was_stopped: bool = False) -> None:\n        if",
         ),
         *(TWO, SHARED),
     ),
@@ -246,7 +246,7 @@ PLANTED = (
     Mutant(
         *("scalars of callbacks become plain numbers", CALLBACKS),
         *("return array.copy()[()]", "return array.copy() if array.ndim else array.item()"),
-        *(RESUMED, r"(Temperature|Counting)\(\)&restore_best_weights"),
+        *(RESUMED, LONG + r"&class Stateful"),
     ),
     Mutant(
         *("an epoch's schedule is applied again", LOOP),
@@ -289,7 +289,7 @@ def may_find(defect: Mutant, job: grammar.Job) -> bool:
 
 def results(jobs: Sequence[grammar.Job], test: str, package: Path = ROOT) -> list[run.Result]:
     """Results of jobs in a property, such as "2 ranks, resumed"."""
-    return run.results_of(jobs, [int(test[0])], "resumed" in test, False, package)
+    return run.results_of(jobs, [int(test[0])], "resumed" in test, package=package)
 
 
 def failures(defect: Mutant, jobs: Sequence[grammar.Job]) -> Iterator[tuple[grammar.Job, run.Result]]:

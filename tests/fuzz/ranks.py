@@ -6,7 +6,8 @@ what a rank trains, and what a run that is ended and started again trains; or th
 - train: with STEP > 0, the ranks also end a run before this step, and start it again;
 - compare: as well, and where Keras has other values, it trains weights that differ by rounding;
 - kill: all ranks are killed soon after this step has begun;
-- again: what `kill` has ended is started again, which FOLDER/JOB.again.<rank> has.
+- again: what `kill` has ended is started again, which FOLDER/JOB.again.<rank> has;
+- death: rank 1 of an elastic job, which has no other job, is killed soon after this step has begun.
 """
 
 from __future__ import annotations
@@ -72,15 +73,15 @@ def end_at(step: int, by_signal: bool) -> keras.callbacks.Callback:
     return End()
 
 
-def kill_at(step: int) -> keras.callbacks.Callback:
-    """Callback that kills its rank up to 0.1 s after the beginning of a step, on all ranks alike."""
+def kill_at(step: int, rank: int | None = None) -> keras.callbacks.Callback:
+    """Callback that kills its rank up to 0.1 s after the beginning of a step, on all ranks alike or on one alone."""
 
     class Kill(keras.callbacks.Callback):
         left = step
 
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             self.left -= 1
-            if self.left == 0:
+            if self.left == 0 and rank in (None, hvd.rank()):
                 threading.Timer(step * 37 % 10 / 100, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     return Kill()
@@ -152,6 +153,7 @@ class OnRanks:
             "run.directory": str(self.runs),
             "checkpoint.every_steps": 1,
             "tracking.every_steps": 0,
+            "strategy.name": "mpi-ring" if os.environ.get("RINGTRAIN_COLLECTIVES") == "mpi4py" else "ring",
             **options,
         }
 
@@ -197,8 +199,20 @@ def train(script: str, folder: Path, runs: Path, name: str, step: int) -> dict[s
     return outcomes
 
 
+def lose_a_rank(folder: Path, name: str, step: int) -> None:
+    """Trains a job in an elastic start, in which rank 1 is killed after a step has begun."""
+    ranks = OnRanks(folder / "runs-elastic", f"{name}-elastic", (kill_at(step, rank=1),))
+    script = (folder / f"{name}.py").read_text()
+    outcome = outcome_of(script, folder / f"{name}-elastic-{os.getpid()}", ranks)
+    write(folder / f"{name}.death.{hvd.rank()}", {"death": outcome})
+
+
 def main() -> None:
     folder, jobs = Path(sys.argv[1]), sys.argv[2:]
+    if ":death:" in jobs[0]:
+        name, _, step = jobs[0].split(":")
+        lose_a_rank(folder, name, int(step))
+        return
     hvd.init()
     references(folder, [job.partition(":")[0] for job in jobs if ":train:" in job or ":compare:" in job])
     for job in jobs:

@@ -24,7 +24,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import grammar
-from launching import ROOT, run
+from launching import BIN, ROOT, run, warm_python
 
 RANKS, CORPUS = Path(__file__).with_name("ranks.py"), Path(__file__).with_name("corpus.txt")
 
@@ -146,8 +146,7 @@ def trained(
         words = []
         for number in range(done, len(jobs)):
             mode = "compare" if OF_PARTS.keys() >= set(jobs[number].unequal) else "train"
-            # TensorFlow refuses a file of a cache that a process which has ended left unfinished.
-            ends = resumes and ".cache('" not in jobs[number].script
+            ends = resumes and jobs[number].is_resumable
             words.append(f"{number}:{mode}:{_step(jobs[number]) if ends else 0}")
         try:
             limit_s, env = LIMIT_S * len(words) + 60, {"PYTHONPATH": str(package)}
@@ -185,7 +184,7 @@ def _outcomes(file: Path) -> dict[str, SimpleNamespace]:
 def killed(jobs: Sequence[grammar.Job], results: Mapping[int, list[Result]], folder: Path) -> list[Result]:
     """Results of jobs that are killed, and started again on as many or other ranks; each start has two of them."""
     found = [results[min(results)][number] for number in range(len(jobs))]
-    numbers = [n for n, result in enumerate(found) if result.values and ".cache('" not in jobs[n].script]
+    numbers = [n for n, result in enumerate(found) if result.values and jobs[n].is_resumable]
     sizes = [size for size in sorted(results) for _ in range(2)]
     for place in range(len(numbers) + 1):
         size = sizes[place % len(sizes)]
@@ -212,8 +211,38 @@ def killed(jobs: Sequence[grammar.Job], results: Mapping[int, list[Result]], fol
     return found
 
 
+def without_a_rank(jobs: Sequence[grammar.Job], found: Sequence[Result], folder: Path) -> list[Result]:
+    """Results of jobs of which one of three ranks is killed, in an elastic start of its own."""
+    after = list(found)
+    launch = [BIN / "ringtrain", "launch", "--elastic", "-H", "localhost:3", "--min-np", 1, "--max-np", 3]
+    launch += ["--blacklist-cooldown", 0, 0, "--", *warm_python(), RANKS, folder]
+    for number, (job, result) in enumerate(zip(jobs, found, strict=True)):
+        if not result.values:
+            continue
+        try:
+            ended = run(0, [*launch, f"{number}:death:{_step(job)}"], LIMIT_S, cwd=folder)
+        except TimeoutError as error:
+            after[number] = Result("hang", f"without a rank: {str(error)[-3000:]}")
+            continue
+        file = folder / f"{number}.death.0"
+        if not file.exists():
+            after[number] = Result("crash", f"without a rank: {ended.stderr[-3000:]}")
+            continue
+        outcome, wrong = _outcomes(file)["death"], ""
+        if outcome.values and set(result.reasons) <= ANY_SIZE:
+            wrong = difference(without(result.values, "/seen"), without(outcome.values, "/seen"), TOLERANCE)
+        if outcome.error or wrong:
+            after[number] = Result("different", f"without a rank: {outcome.error[-3000:] or wrong}")
+    return after
+
+
 def results_of(
-    jobs: Sequence[grammar.Job], sizes: Sequence[int], resumes: bool, kills: bool, package: Path = ROOT
+    jobs: Sequence[grammar.Job],
+    sizes: Sequence[int],
+    resumes: bool = False,
+    kills: bool = False,
+    deaths: bool = False,
+    package: Path = ROOT,
 ) -> list[Result]:
     """Results of jobs on several numbers of ranks, of which the first failure counts.
 
@@ -222,6 +251,8 @@ def results_of(
     with tempfile.TemporaryDirectory() as folder:
         results = {size: list(trained(jobs, size, Path(folder), resumes, package)) for size in sizes}
         merged = killed(jobs, results, Path(folder)) if kills else list(results[sizes[0]])
+        if deaths:
+            merged = without_a_rank(jobs, merged, Path(folder))
     for number, job in enumerate(jobs):
         first = results[sizes[0]][number]
         for size in sizes[1:]:
@@ -240,6 +271,7 @@ def shrunk(job: grammar.Job, sizes: Sequence[int], result: Result, until: float)
     """The job with as many first options as show the same class."""
     resumes = result.kind == "not resumed" and "killed on" not in result.detail
     kills = result.kind == "not resumed" and not resumes
+    deaths = result.detail.startswith("without a rank")
     simplest = dict(job.choices)
     names = [name for name, number in simplest.items() if number]
     portion = max(1, len(names) // 2)
@@ -248,7 +280,7 @@ def shrunk(job: grammar.Job, sizes: Sequence[int], result: Result, until: float)
         while begin < len(names) and time.time() < until:
             tried = simplest | dict.fromkeys(names[begin : begin + portion], 0)
             other = grammar.job(job.seed, tried)
-            (found,) = results_of([other], sizes, resumes, kills)
+            (found,) = results_of([other], sizes, resumes, kills, deaths)
             if found.kind == result.kind:
                 job, result, simplest = other, found, tried
                 del names[begin : begin + portion]
@@ -278,6 +310,7 @@ def main() -> None:
     parser.add_argument("-np", dest="sizes", type=int, nargs="+", default=[2], help="numbers of ranks of each job")
     parser.add_argument("--resumes", action="store_true", help="also end each job before a step and start it again")
     parser.add_argument("--kills", action="store_true", help="also kill all ranks of each job, and start it again")
+    parser.add_argument("--deaths", action="store_true", help="also lose a rank of each job, in an elastic start")
     parser.add_argument("--corpus", action="store_true", help="the jobs of corpus.txt first")
     parser.add_argument("--show", action="store_true", help="print the scripts, and train none")
     parser.add_argument("--no-shrink", dest="shrinks", action="store_false")
@@ -297,7 +330,7 @@ def main() -> None:
         if given.show:
             print(*(job.script for job in jobs), sep="\n# ----\n")
             continue
-        results = results_of(jobs, given.sizes, given.resumes, given.kills)
+        results = results_of(jobs, given.sizes, given.resumes, given.kills, given.deaths)
         for job, result in zip(jobs, results, strict=True):
             counts[result.kind] += 1
             counts["named, but equal"] += result.kind == "equal" and bool(result.unlike)
