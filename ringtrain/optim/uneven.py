@@ -124,14 +124,12 @@ class LossWeights:
 
         weight: Number of this part's rows, where it is known, as it is eagerly: a batch then counts as many times.
         """
-        part, has_rows = self._share / self._num_parts, self._share > 0
+        part = self._share / self._num_parts
         if self._is_per_row:
             loss = loss * tf.cast(part, loss.dtype)
         if loss.shape.rank:
-            return loss, tf.ones_like(loss) * tf.cast(has_rows, loss.dtype)
-        if weight is not None:
-            return loss, weight * tf.cast(has_rows, tf.float64)
-        return loss, part
+            return loss, tf.ones_like(loss)
+        return loss, part if weight is None else weight
 
     def _of_values(self, loss: Any, num_rows: Any) -> tuple[Any, Any]:
         """Loss of a step. Without a reduction it has a value per row, of which Keras tracks the mean."""

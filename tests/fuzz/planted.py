@@ -52,7 +52,7 @@ SHARED = r"both = data\.shuffle\(rows, seed=4\);"
 """a shuffle of training and validation data"""
 AGAIN = r"&histories\.append"
 """a second fit"""
-TWO, THREE, RESUMED = "2 ranks", "3 ranks", "2 ranks, resumed"
+TWO, RESUMED = "2 ranks", "2 ranks, resumed"
 
 STEP, UNEVEN_LOSS, REDUCTION = "optim/step.py", "optim/uneven.py", "hvd/reduction.py"
 LOOP, RESUME, CALLBACKS, EVALUATION = "run/loop.py", "run/resume.py", "run/callback_state.py", "run/evaluation.py"
@@ -72,11 +72,6 @@ PLANTED = (
         *("a rank without rows keeps its statistics", STEP, "counted = self._seeds_and_metrics()\n"),
         "counted, header = [*self._seeds_and_metrics(), *hvd.weights_of_one_rank(self.model)], None\n",
         *(TWO, ONE_ROW + r"(?!&steps_per_epoch)&(Counting|SpectralNormalization)\("),
-    ),
-    Mutant(
-        *("eager steps count the row in place of none", UNEVEN_LOSS),
-        *("return loss, weight * tf.cast(has_rows, tf.float64)", "return loss, weight"),
-        *(THREE, ONE_ROW + "&" + SEVERAL + r"&run_eagerly"),
     ),
     Mutant(
         *("masked steps count as others", UNEVEN_LOSS),
