@@ -44,7 +44,7 @@ setup(
     keywords=["keras", "tensorflow", "horovod", "mpi", "distributed training", "allreduce"],
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["ringtrain", "ringtrain.*"]),
-    package_data={"ringtrain": ["py.typed"], "ringtrain.lab": ["page.css"]},
+    package_data={"ringtrain": ["py.typed"]},
     install_requires=[
         "argcomplete>=3.5",  # completion in the shell
         "cloudpickle>=3",  # functions of notebooks, for ringtrain.run

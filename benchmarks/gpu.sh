@@ -55,7 +55,7 @@ if ((gpus)); then
     section 'Memory, largest of each GPU' awk -F, "$largest" "$scratch/memory"
 fi
 
-measure=(ringtrain bench train -H "$hosts" --turns "$turns" --steps "$steps" --ranks "1,$ranks")
+measure=(ringtrain bench train -H "$hosts" --turns "$turns" --steps "$steps")
 section 'Training' "${measure[@]}" -- "${job[@]}"
 section 'Training, update compiled by XLA' "${measure[@]}" -- "${job[@]}" --optimizer.jit
 section 'Training, gradients compiled by XLA' "${measure[@]}" -- "${job[@]}" --train.jit

@@ -16,11 +16,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peers.one_start import WARM_STEPS, OneStart, on_ranks
+from peers.one_start import WARM_STEPS, OneStart
 
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.errors import LaunchError
@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
         if name not in PEERS:
             parser.error(f"got --peers {name}, expected some of {','.join(PEERS)}")
     # More ranks than slots, for the parameter server, which mostly waits.
-    call = ranks.caller(ranks.Start("peers", LaunchOptions(hosts=f"localhost:{workers}", oversubscribe=True)))
+    launch = LaunchOptions(hosts=f"localhost:{workers}", oversubscribe=True)
     os.environ |= QUIET
     os.environ["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
     train_args = [*COMMON, *more]
@@ -134,17 +134,17 @@ def main(argv: Sequence[str]) -> int:
             if before and not worked(before):  # it would fail again
                 before.append(before[-1])
             else:
-                before.append(train_once(PEERS[name], workers, options, train_args, call))
+                before.append(train_once(PEERS[name], workers, options, train_args, launch))
     found = {name: summary(name, runs, workers) for name in names}
     show(found, f"{workers} workers of one thread: {' '.join(train_args)}")
     if options.out:
         about = {"steps": options.steps, "turns": options.turns, "workers": workers, "command": train_args}
-        stats.write(Path(options.out), "peers", about, found)
+        stats.write(Path(options.out), about, found)
     return 0
 
 
 def train_once(
-    peer: Peer, workers: int, options: argparse.Namespace, train_args: Sequence[str], call: ranks.Call
+    peer: Peer, workers: int, options: argparse.Namespace, train_args: Sequence[str], launch: LaunchOptions
 ) -> dict[str, Any]:
     """Runs one start: images_per_s, losses and checksums of all copies of the weights; or the first error."""
     workers = 1 if peer.alone else workers
@@ -155,7 +155,8 @@ def train_once(
         os.environ["KERAS_BACKEND"] = peer.backend  # which the ranks inherit
         failure = ""
         try:
-            call(on_ranks, one, [*train_args, *peer.options(workers)], num_ranks)
+            words = [*train_args, *peer.options(workers)]
+            ranks.call(replace(launch, np=num_ranks), "peers.one_start:on_ranks", asdict(one), words)
         except LaunchError as error:
             failure = str(error)
         said = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("rank-*.json"))]

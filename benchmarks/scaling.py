@@ -85,7 +85,7 @@ def read_step(point: Mapping[str, Any], folder: Path) -> Step:
 class Cluster:
     """Equal hosts of a point on one switch that is never the bottleneck; costs in seconds per GB.
 
-    The link may be a file of `ringtrain bench allreduce --out`, whose rate has the system's costs in it.
+    The link may be a measurement in docs/measured, whose rate has the system's costs in it.
     """
 
     def __init__(self, point: Mapping[str, Any], folder: Path) -> None:

@@ -134,9 +134,9 @@ def add_commands(
 
 def commands() -> dict[str, Command]:
     """All commands by name, in the order of the help."""
-    from ringtrain.lab import commands as lab
+    from ringtrain.lab.commands import COMMANDS
 
-    return {"train": TRAIN, "launch": LAUNCH, **lab.commands(), "hosts": HOSTS, "doctor": DOCTOR, "schema": SCHEMA}
+    return {"train": TRAIN, "launch": LAUNCH, **COMMANDS, "hosts": HOSTS, "doctor": DOCTOR, "schema": SCHEMA}
 
 
 def complete() -> None:
@@ -295,7 +295,7 @@ def schema(given: Given) -> int:
 
 HOSTS = Command(
     "print the hosts that a launch would use",
-    add=lambda parser: add_options(parser, [HostOptions], hidden=("ssh_port", "subnet")),
+    add=lambda parser: add_options(parser, [HostOptions], without=("ssh_port", "subnet")),
     run=hosts,
 )
 DOCTOR = Command(

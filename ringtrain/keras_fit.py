@@ -247,8 +247,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
         config = with_values(config, {"run.name": f"fit-{hvd.process.PROCESS.num_runs + 1}"})
     if from_command.observer:
         observe = config_io.imported("observer", from_command.observer)
-        more = observe(config.run.name, model, arguments, changed_options(options))
-        arguments = dataclasses.replace(arguments, callbacks=[*arguments.callbacks, *more])
+        arguments = dataclasses.replace(arguments, callbacks=[*arguments.callbacks, observe(config.run.name)])
     # The main path of train.py, with the script as its source. The model is the script's own: what a run adds to it,
     # such as the reduction of its optimizer, is removed again, also after an error.
     source = script.ScriptSource(config, model, arguments)
@@ -284,7 +283,7 @@ def _short(
     # The command counts steps, and Keras trains whole calls of several.
     per_call = model.steps_per_execution
     max_steps = max(1, from_command.steps // per_call) * per_call
-    values: dict[str, Any] = {"max_steps": max_steps, "parts": from_command.parts, "resume": "auto"}
+    values: dict[str, Any] = {"max_steps": max_steps, "resume": "auto"}
     if arguments.steps_per_epoch:
         values["steps_per_epoch"] = min(arguments.steps_per_epoch, max_steps)
     max_epochs = from_command.epochs

@@ -229,11 +229,10 @@ class Group(Protocol):
     def add_argument(self, *flags: str, **keywords: Any) -> Any: ...
 
 
-def add(group: Group, options: Iterable[Option], hidden: Collection[str] = (), values: Any = None) -> None:
+def add(group: Group, options: Iterable[Option], values: Any = None) -> None:
     """Adds options to a parser, or to a group of it.
 
     Args:
-        hidden: Names of options that are accepted, but not in the help.
         values: Values by name that the help shows as defaults; None: those of the fields.
     """
     for option in options:
@@ -241,8 +240,6 @@ def add(group: Group, options: Iterable[Option], hidden: Collection[str] = (), v
         if values is not None:
             default = values[option.name]
         keywords: dict[str, Any] = {"help": _help_with_default(option, default)}
-        if option.name in hidden:
-            keywords["help"] = argparse.SUPPRESS
         if argument.is_positional:
             keywords["nargs"] = "*" if option.num_values == "*" else "?"
             group.add_argument(option.name, metavar=argument.metavar, **keywords)

@@ -54,8 +54,9 @@ class OneStart:
     """Unix time at which it was started"""
 
 
-def on_ranks(options: OneStart, train_args: Sequence[str]) -> None:
-    """Trains on all ranks; each writes rank-N.json, and rank 0 exits last."""
+def on_ranks(given: dict[str, Any], train_args: Sequence[str]) -> None:
+    """Trains on all ranks; each writes rank-N.json, and rank 0 exits last. given: fields of OneStart."""
+    options = OneStart(**given)
     rank, folder = launched_rank() or 0, Path(options.folder)
     end = End(folder, rank, options.limit_s)
     try:

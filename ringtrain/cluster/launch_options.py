@@ -195,8 +195,6 @@ class ElasticOptions:
 
 PLAIN = (HostOptions, JobOptions, ShowOptions)
 """groups without a title in the help"""
-OF_JOBS = (JobOptions, SparkOptions, KubernetesOptions, RestartOptions, ElasticOptions, ShowOptions)
-"""groups of a command that starts ranks, besides their hosts"""
 GROUPS = (*PLAIN, SyncOptions, SparkOptions, KubernetesOptions, RestartOptions, ElasticOptions)
 IN_KUBERNETES = ("mpijob", "trainjob")
 ONLY_WITH = {SparkOptions: ("spark",), KubernetesOptions: IN_KUBERNETES}
@@ -311,27 +309,20 @@ class LaunchOptions(
 
 
 def add_options(
-    parser: Parser,
-    groups: Iterable[type] = GROUPS,
-    hidden: Collection[str] = (),
-    hidden_groups: Collection[type] = (),
-    plain: Group | None = None,
+    parser: Parser, groups: Iterable[type] = GROUPS, without: Collection[str] = (), plain: Group | None = None
 ) -> None:
     """Adds the options of some groups to a parser.
 
     Args:
-        hidden: Options that are accepted, but not in the help of the command.
-        hidden_groups: Groups whose options are.
+        without: Options that the command does not have.
         plain: Group of the help for the options of groups without a title; None: the parser's own.
     """
     for group in groups:
-        options = options_of(group)
-        if group in hidden_groups:
-            add(parser, options.values(), hidden=options)
-        elif group in PLAIN:
-            add(plain or parser, options.values(), hidden)
+        options = [option for name, option in options_of(group).items() if name not in without]
+        if group in PLAIN:
+            add(plain or parser, options)
         else:
-            add(parser.add_argument_group(title_of(group)), options.values(), hidden)
+            add(parser.add_argument_group(title_of(group)), options)
 
 
 def _flag(name: str) -> str:

@@ -44,8 +44,6 @@ class FitArguments:
     resume: str = "auto"
     max_steps: int = 0
     """of an epoch, which has the data's first rows then; 0: all. Set by a command that starts the script"""
-    parts: int = 1
-    """of each batch, of which only the first is trained. Set by a command, too"""
 
     @property
     def num_epochs(self) -> int:

@@ -17,7 +17,7 @@ from ringtrain.data.fit_arguments import FitArguments
 from ringtrain.data.from_rank_0 import FromRank0, StreamOfRank0, leaves, packed
 from ringtrain.data.parts import fingerprint
 from ringtrain.data.records import RecordRows, Records
-from ringtrain.data.streams import PyDatasetStream, Stream, first_part, num_rows
+from ringtrain.data.streams import PyDatasetStream, Stream, num_rows
 from ringtrain.errors import DataError
 
 NUM_COMPARED = 2
@@ -63,7 +63,8 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[NumberedRows | Stream,
             _divide(stream)
         held_out = _held_out(given.validation_data, given, batch_size, why_held_out)
         if given.max_steps:
-            _shorten_stream(stream, given)
+            if given.max_steps < stream.num_batches:
+                stream.num_batches, stream.may_end_early = given.max_steps, False
             held_out = _shortened(held_out, given.max_steps, batch_size)
         return stream, held_out
     train, validation_data = _rows(given)
@@ -130,15 +131,6 @@ def _shortened(split: Any, num_steps: int, batch_size: int) -> Any:
     if whole + (rest > 0) <= num_steps:
         return split
     return split.first((num_steps - 1) * batch_size + (rest or batch_size))
-
-
-def _shorten_stream(stream: Stream, given: FitArguments) -> None:
-    """Limits the batches of an epoch, and the rows of each."""
-    if given.max_steps < stream.num_batches:
-        stream.num_batches, stream.may_end_early = given.max_steps, False
-    if given.parts > 1:
-        stream.dataset = stream.dataset.map(lambda *batch: first_part(batch, given.parts))
-        stream.batch_size = max(1, stream.batch_size // given.parts)
 
 
 def _check_steps(given: FitArguments, num_batches: int, batch_size: int) -> None:

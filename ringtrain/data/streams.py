@@ -16,7 +16,7 @@ import numpy as np
 
 from ringtrain.data import division
 from ringtrain.data.dataset import Split, ahead
-from ringtrain.data.parts import Header, Parts, fingerprint, header_of_shard, num_rows_of, rows_of
+from ringtrain.data.parts import Header, Parts, fingerprint, header_of_shard
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -430,20 +430,6 @@ def num_rows(batch: Any) -> int:
 
 def _with_header(batch: Any, parts: Parts, is_shard: bool) -> tuple[Header, Any]:
     return (header_of_shard(batch), batch) if is_shard else parts.cut(batch)
-
-
-def first_part(batch: Any, num_parts: int) -> Any:
-    """The first rows of a batch, which has as many parts."""
-    import tensorflow as tf
-
-    def part_of(leaf: Any) -> Any:
-        if leaf.shape.rank == 0:
-            return leaf
-        end = tf.maximum(num_rows_of(leaf) // num_parts, 1)
-        return rows_of(leaf, tf.zeros_like(end), end)
-
-    part = tf.nest.map_structure(part_of, batch)
-    return part if len(part) > 1 else part[0]
 
 
 @contextlib.contextmanager

@@ -157,5 +157,5 @@ from ringtrain.hvd.optimizer import (
 )
 from ringtrain.hvd.placement import check_placement
 from ringtrain.hvd.step_timing import during
-from ringtrain.hvd.sync import broadcast_model, check_in_sync, prove
+from ringtrain.hvd.sync import broadcast_model, check_in_sync
 from ringtrain.hvd.together import barrier, on_rank_0, run_together

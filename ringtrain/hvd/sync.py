@@ -14,8 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.errors import OutOfSync
-from ringtrain.hvd.averaging import check_averaging
-from ringtrain.hvd.backend import Max, ProcessSet, global_process_set, horovod
+from ringtrain.hvd.backend import ProcessSet, global_process_set, horovod
 from ringtrain.hvd.batch_norm import batch_norm_layers, is_shared, seeds, weights_of_one_rank
 from ringtrain.hvd.collectives import allgather_object, broadcast_variables, copies_of, num_copies
 from ringtrain.hvd.distributed import variables_of_one_rank
@@ -23,7 +22,6 @@ from ringtrain.hvd.keras_patches import (
     compiled_optimizer,
     has_weights,
     innermost,
-    layers_of,
     optimizers_of,
     path_of,
     reduction_of,
@@ -138,76 +136,6 @@ def differing_weights(model: keras.Model) -> list[str]:
         if len(different) > 1:
             paths.append(variable.path)
     return paths
-
-
-def prove(model: keras.Model, batch: Any, tolerance: float | None = None) -> dict[str, str]:
-    """Verifies what can be shown of a script's own model on all ranks; `ringtrain prove` shows more. Collective.
-
-        model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam()), "mse")
-        for claim, evidence in hvd.prove(model, (x[:64], y[:64])).items():
-            print(claim, evidence)
-
-    Args:
-        model: Compiled model with a distributed optimizer, after its variables were broadcast. It stays unchanged.
-        batch: (x, y) or (x, y, sample_weight), the same on every rank, with a row per rank or more.
-        tolerance: Largest distance of gradients, relative to their norm. None: 1e-4, or 5e-2 if a layer computes in 16
-            bits.
-
-    Returns:
-        Evidence by claim: updates get the ranks' gradients combined; weights and slots are equal; and the mean of the
-        gradients of the ranks' parts of the batch is the gradient of the whole batch, without dropout and with the
-        moving statistics of batch normalization.
-
-    Raises:
-        OutOfSync: On every rank, the first claim that does not hold.
-        ValueError: There are fewer rows than ranks.
-    """
-    tensors = keras.tree.map_structure(keras.ops.convert_to_numpy, batch)
-    checksums = [_checksum(leaf) for leaf in keras.tree.flatten(tensors)]
-    if len(set(allgather_object(tuple(checksums), name="ringtrain_prove_batch"))) > 1:
-        raise OutOfSync("prove: the ranks have other batches: pass the same rows on every rank")
-    combined, *_ = [check_averaging(optimizer) for optimizer in optimizers_of(model)]
-    evidence = {"updates get gradients": combined}
-    evidence["weights and slots are equal"] = check_in_sync(model)
-    rank, size = horovod.rank(), horovod.size()
-    length = len(keras.tree.flatten(tensors)[0]) // size
-    if not length:
-        raise ValueError(f"prove: got fewer rows than the {size} ranks")
-    whole = _gradient(model, keras.tree.map_structure(lambda leaf: leaf[: length * size], tensors))
-    own = _gradient(model, keras.tree.map_structure(lambda leaf: leaf[rank * length : (rank + 1) * length], tensors))
-    with tf.device(CPU):
-        mean = horovod.allreduce(tf.constant(own), name="ringtrain_prove").numpy()
-        alone = horovod.allreduce(tf.constant(_apart(own, whole)), op=Max, name="ringtrain_prove_alone").numpy()
-    if tolerance is None:
-        tolerance = 1e-4
-        if any("16" in layer.compute_dtype for layer in layers_of(model)):
-            tolerance = 5e-2
-    distance = _apart(mean, whole)
-    if distance > tolerance:
-        raise OutOfSync(
-            f"prove: the mean of the ranks' gradients is {distance:.1e} from that of the whole batch, expected"
-            f" {tolerance:.0e} or less: likely a loss that is no mean over rows"
-        )
-    mean_is_whole = f"{distance:.1e} apart; that of one rank alone {alone:.1e}"
-    evidence["their mean is the gradient of the whole batch"] = mean_is_whole
-    return evidence
-
-
-def _gradient(model: keras.Model, batch: Any) -> Any:
-    """Gradient of the loss of a batch, as one vector in float64."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    with tf.GradientTape() as tape:
-        y_pred = model(x, training=False)
-        loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False)
-    vectors = []
-    for gradient in tape.gradient(loss, model.trainable_weights):
-        if gradient is not None:
-            vectors.append(np.asarray(tf.convert_to_tensor(gradient), np.float64).reshape(-1))
-    return np.concatenate(vectors)
-
-
-def _apart(ours: Any, other: Any) -> np.float64:
-    return np.float64(np.linalg.norm(ours - other) / max(float(np.linalg.norm(other)), 1e-30))
 
 
 def _process_set(optimizer: Any) -> ProcessSet:

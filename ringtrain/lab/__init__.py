@@ -1,9 +1,9 @@
 """Measuring and proving training.
 
 commands:        the commands of the lab, from init to data
-ranks:           calls a function on ranks and returns its result; what such functions begin with
-script:          a script with `ringtrain.fit` as the job of a command
-stats:           medians, spreads and the machine they are from, as JSON
+ranks:           calls a function on ranks and returns its result
+script:          a script with `ringtrain.fit` as the job of a command, and its runs
+stats:           medians and ranges of measurements, as JSON
 tables:          a table for the terminal; page has it as HTML
 init:            ringtrain init
 first_job:       the job file that it writes
@@ -16,12 +16,9 @@ prove_seeded:    starts a script with a seed
 sweep:           ringtrain sweep
 sweep_space:     what it tries, and what Optuna keeps
 sweep_trials:    the trials on their slots
-files_show:      ringtrain data show
-files_index:     ringtrain data index
-files_convert:   ringtrain data convert
+files:           ringtrain data show, index and convert
 runs:            ringtrain runs; reads a run's folder, also of a killed run
-postmortem:      all ranks' journals as one table, with a verdict
+postmortem:      exit causes, by all ranks' journals
 report:          ringtrain report
-report_curves:   curves, and what a step's time went into
 page:            tables and charts as one HTML file
 """

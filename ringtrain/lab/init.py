@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -39,29 +37,18 @@ class Options:
 def main(options: Options) -> int:
     """Writes both files, or neither if one exists."""
     folder = Path(options.folder)
-    texts = {CONFIG: config_text(), JOB: FIRST_JOB.read_text(encoding="utf-8")}
-    taken = [str(folder / name) for name in texts if (folder / name).exists()]
-    if taken:
-        raise RunDirectoryError(f"{taken[0]}: exists already: give another folder, or remove the file")
-    written: list[Path] = []
+    texts = {folder / CONFIG: config_text(), folder / JOB: FIRST_JOB.read_text(encoding="utf-8")}
+    for path in texts:
+        if path.exists():
+            raise RunDirectoryError(f"{path}: exists already: give another folder, or remove the file")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            with open(folder / name, "x", encoding="utf-8") as file:
-                written.append(folder / name)
-                file.write(text)
+        for path, text in texts.items():
+            path.write_text(text, encoding="utf-8")
+            print(path)
     except OSError as error:
-        for path in written:
-            with contextlib.suppress(OSError):
-                path.unlink()
         raise RunDirectoryError(f"{folder}: cannot be written: {error.strerror}: give another folder") from error
-    for path in written:
-        print(path)
-    if folder.resolve() == Path.cwd():
-        there = ""
-    else:
-        there = f"cd {shlex.quote(str(folder))} && "
-    print(f"to train on two ranks:\n  {there}ringtrain train -np 2 --config {CONFIG}")
+    print(f"to train on two ranks, in {folder}:\n  ringtrain train -np 2 --config {CONFIG}")
     return 0
 
 

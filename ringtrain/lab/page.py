@@ -3,172 +3,100 @@
 from __future__ import annotations
 
 import io
-import itertools
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
-from typing import Any
 
 from ringtrain.lab.tables import Table
 
 COLORS = ("#0067a5", "#d55e00", "#008a65", "#b5568f", "#b07d00", "#2b9fd6")
 """Okabe and Ito's, some darker; distinguishable with color blindness"""
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "ringtrain", "font.family": "sans-serif", "font.size": 9}
-"""of matplotlib: text stays text, and equal charts are equal files"""
+STYLE = {"svg.fonttype": "none", "font.size": 9}
+"""of matplotlib: text stays text"""
 SIZE = (4.6, 2.7)
 """inches"""
+CSS = """
+body { margin: 0 auto; max-width: 1200px; padding: 16px; font: 15px/1.45 system-ui, sans-serif; color: #1b1f24;
+ background: #fff; overflow-wrap: anywhere; }
+h1 { font-size: 24px; } h2 { font-size: 18px; margin: 28px 0 8px; }
+.charts { display: grid; gap: 12px; grid-template-columns: repeat(auto-fill, minmax(min(330px, 100%), 1fr)); }
+figure { margin: 0; min-width: 0; } figcaption { font-weight: 600; } svg { width: 100%; height: auto; }
+table { border-collapse: collapse; margin: 8px 0; display: block; overflow-x: auto; }
+th, td { padding: 4px 12px; text-align: left; vertical-align: top; border: 1px solid #d0d7de; }
+"""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Line of a chart; a value of None interrupts it."""
+    """Line of a chart."""
 
-    name: str
-    points: Sequence[tuple[float, float | None]]
-    color: int = 0
-    dashed: bool = False
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Lines over the epochs of a run."""
-
-    title: str
-    """with the unit of y"""
-    lines: Sequence[Line]
-    marks: Sequence[tuple[float, int]] = ()
-    """epoch and color of vertical lines"""
-    marked: str = ""
-    """legend of the vertical lines"""
-    from_zero: bool = False
+    label: str
+    color: int
+    style: str
+    """of matplotlib: "-", or "--" """
+    xs: Sequence[float]
+    ys: Sequence[float]
 
 
-@dataclass(frozen=True)
-class Note:
-    """Highlighted sentence."""
-
-    text: str
-
-
-Part = str | Note | Table | Chart
-"""a str is a sentence"""
-
-
-@dataclass(frozen=True)
-class Section:
-    """Parts under one heading."""
-
-    title: str
-    parts: Sequence[Part]
-
-
-def html(title: str, sections: Sequence[Section]) -> str:
-    """Renders one HTML file without scripts or external resources; empty sections are dropped."""
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+def html(title: str, sections: Mapping[str, Sequence[str]]) -> str:
+    """One HTML file without scripts or external resources, of elements by heading; empty sections are dropped."""
     body = [f"<h1>{escape(title)}</h1>"]
-    for section in sections:
-        parts = _parts(section.parts)
-        if parts and section.title:
-            body.append(f"<h2>{escape(section.title)}</h2>")
-        body += parts
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
-        + "\n".join(body)
-        + "\n</body>\n</html>\n"
+    for heading, elements in sections.items():
+        present = [element for element in elements if element]
+        if present and heading:
+            body.append(f"<h2>{escape(heading)}</h2>")
+        body += present
+    head = (
+        '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{CSS}</style>"
     )
+    content = "\n".join(body)
+    return f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{content}\n</body>\n</html>\n'
 
 
-def _parts(parts: Sequence[Part]) -> list[str]:
-    """Elements of the page; charts that follow each other are in one that shows them side by side."""
-    elements: list[str] = []
-    for are_charts, group in itertools.groupby(parts, lambda part: isinstance(part, Chart)):
-        drawn = [element for element in map(_element, group) if element]
-        if are_charts and drawn:
-            elements.append(f'<div class="charts">{"".join(drawn)}</div>')
-        else:
-            elements += drawn
-    return elements
+def sentence(text: str) -> str:
+    """Paragraph."""
+    return f"<p>{escape(text)}</p>"
 
 
-def _element(part: Part) -> str:
-    """A part of the page; empty for a table without rows, and a chart without numbers."""
-    match part:
-        case Chart():
-            return _drawn(part)
-        case Table():
-            return _table(part)
-        case Note():
-            return f'<p class="note">{escape(part.text)}</p>'
-    return f"<p>{escape(part)}</p>"
-
-
-def _table(table: Table) -> str:
-    if not table.rows:
+def table(content: Table) -> str:
+    """Table; empty without rows."""
+    if not content.rows:
         return ""
-    # Columns of numbers are right-aligned.
-    kinds = [' class="n"' if table.is_number(column) else "" for column in range(len(table.head))]
-    rows = "".join(f"<tr>{_cells('td', row, kinds)}</tr>\n" for row in table.rows)
-    box = f'<div class="box"><table>\n<tr>{_cells("th", table.head, kinds)}</tr>\n{rows}</table></div>'
-    if table.folded:
-        return f"<details><summary>{escape(table.title)}</summary>{box}</details>"
-    if table.title:
-        return f"<h3>{escape(table.title)}</h3>{box}"
-    return box
+    rows = [_row("th", content.head), *(_row("td", row) for row in content.rows)]
+    caption = f"<caption>{escape(content.title)}</caption>\n" if content.title else ""
+    return f"<table>\n{caption}{''.join(rows)}</table>"
 
 
-def _cells(tag: str, row: Sequence[str], kinds: Sequence[str]) -> str:
-    return "".join(f"<{tag}{kind}>{escape(text)}</{tag}>" for text, kind in zip(row, kinds, strict=True))
+def _row(tag: str, cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>\n"
 
 
-# ---- charts ---------------------------------------------------------------------------------------------------------
+def charts(drawn: Sequence[str]) -> str:
+    """Charts side by side; empty without one."""
+    present = [chart for chart in drawn if chart]
+    return f'<div class="charts">{"".join(present)}</div>' if present else ""
 
 
-def _drawn(chart: Chart) -> str:
+def chart(title: str, lines: Sequence[Line]) -> str:
+    """Chart of lines over the epochs of runs; empty without a point."""
+    lines = [line for line in lines if line.xs]
+    if not lines:
+        return ""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    lines = [line for line in chart.lines if any(_is_number(y) for _, y in line.points)]
-    if not lines:
-        return ""
     with rc_context(STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
-        axes = figure.add_subplot()
-        title = _plotted(chart, lines, axes)
-        handles, _ = axes.get_legend_handles_labels()
-        if len(handles) > 1:
-            figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
+        axes = figure.add_subplot(xlabel="epoch")
+        for line in lines:
+            marker = "." if len(line.xs) == 1 else ""
+            color = COLORS[line.color % len(COLORS)]
+            axes.plot(line.xs, line.ys, line.style, marker=marker, color=color, label=line.label)
+        axes.grid(axis="y", alpha=0.3)
+        if len(lines) > 1:
+            figure.legend(loc="outside lower center", ncols=4, fontsize=8)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
     svg = file.getvalue()
     return f"<figure><figcaption>{escape(title)}</figcaption>{svg[svg.index('<svg') :]}</figure>"
-
-
-def _plotted(chart: Chart, lines: Sequence[Line], axes: Any) -> str:
-    """Plots lines, and returns the title of the figure."""
-    heights: list[float] = []
-    for line in lines:
-        xs = [x for x, _ in line.points]
-        ys = [y if y is not None and math.isfinite(y) else math.nan for _, y in line.points]
-        heights += [y for y in ys if not math.isnan(y)]
-        style = "--" if line.dashed else "-"
-        marker = "." if len(ys) == 1 else ""
-        axes.plot(xs, ys, style, marker=marker, color=COLORS[line.color % len(COLORS)], label=line.name)
-    for index, (x, color) in enumerate(chart.marks):
-        label = "_" if index else chart.marked  # once in the legend
-        axes.axvline(x, color=COLORS[color % len(COLORS)], linestyle=":", label=label)
-    axes.set_xlabel("epoch")
-    axes.grid(axis="y", alpha=0.3)
-    if chart.from_zero:
-        axes.set_ylim(bottom=0)
-    elif min(heights) > 0 and max(heights) / min(heights) > 100:
-        axes.set_yscale("log")
-        return f"{chart.title}, logarithmic"
-    return chart.title
-
-
-def _is_number(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)

@@ -1,9 +1,9 @@
-"""Journals of all ranks of a run as one table, with the exit cause. Does not import TensorFlow."""
+"""Exit cause of each attempt of a run, by the journals of all ranks. Does not import TensorFlow."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +13,8 @@ from ringtrain.monitor import journal
 from ringtrain.protocol.failures import CONSEQUENCE
 
 Event = Mapping[str, Any]
-ABOUT = (
-    "time_s",
-    "event",
-    "rank",
-    "size",
-    "host",
-    "process",
-    "run_start",
-    "start_s",
-    "global_step",
-    "begun_s",
-    "launched_s",
-    "restore_s",
-    "spent_s",
-    "of_steps_s",
-)
-"""facts that every event has, and those of its time"""
-HEAD = ["time", "rank", "host", "event", "facts"]
-"""of a table of events"""
+OF_ALL_EVENTS = ("time_s", "event", "rank", "size", "host", "process", "run_start", "start_s", "spent_s", "of_steps_s")
+"""facts that are not printed with each event"""
 MAX_RANKS = 1 << 16
 PLANNED = ("train.max_time_s", "SIGTERM", "SIGINT", "SIGUSR1")
 """causes that stop a run before it is complete"""
@@ -45,13 +28,20 @@ def show(folder: Path) -> None:
     if not events:
         raise RunDirectoryError(f"{folder}: no journals in {folder}/logs: give the folder of a run, e.g. runs/digits")
     for line in verdict(events):
-        tables.console().print(journal.printable(line), highlight=False, markup=False, style="bold")
+        print(journal.printable(line))
     rows = []
     for event in events:
-        of_all_ranks = event["event"] == "save" and event.get("rank")
-        if event["event"] != "time" and not of_all_ranks:
-            rows.append(cells_of(event))
-    tables.Table(HEAD, rows).show()
+        if event["event"] == "time" or (event["event"] == "save" and event.get("rank")):
+            continue  # all ranks save
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time_s"]))
+        rows.append([when, str(event.get("rank", "?")), str(event.get("host", "?")), event["event"], facts_of(event)])
+    tables.Table(["time", "rank", "host", "event", "facts"], rows).show()
+
+
+def facts_of(event: Event) -> str:
+    """Formats the facts of an event; of texts their first line."""
+    facts = {name: value for name, value in event.items() if name not in OF_ALL_EVENTS and value not in ("", None)}
+    return ", ".join(f"{name} {_first_line(value)}" for name, value in facts.items())
 
 
 def verdict(events: Sequence[Event]) -> list[str]:
@@ -64,17 +54,17 @@ def verdict(events: Sequence[Event]) -> list[str]:
     if not _is_complete(last):
         summary += "not "
     summary += "complete"
-
     size = max(event.get("size", 1) for event in last)
     silent = set(range(min(size, MAX_RANKS))) - {event.get("rank") for event in last}
     if silent:
-        noun = "rank" if len(silent) == 1 else "ranks"
-        summary += f"; no journal of {noun} {', '.join(map(str, sorted(silent)))}"
+        summary += f"; no journal of ranks {', '.join(map(str, sorted(silent)))}"
     return [summary, *(f"start {number}: {_outcome(start)}" for number, start in enumerate(starts, 1))]
 
 
 def state(events: Sequence[Event]) -> str:
     """Result of the last start of a run in a word: complete, stopped, stalled, failed or killed."""
+    if not events:
+        return "killed"
     last = _starts(events)[-1]
     if _is_complete(last):
         return "complete"
@@ -90,64 +80,6 @@ def _starts(events: Sequence[Event]) -> list[list[Event]]:
     return [starts[key] for key in sorted(starts)]
 
 
-def cells_of(event: Event) -> list[str]:
-    """Cells of an event in a table with HEAD."""
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time_s"]))
-    return [when, str(event.get("rank", "?")), str(event.get("host", "?")), event["event"], in_words(event)]
-
-
-def in_words(event: Event) -> str:
-    """Formats the facts of an event."""
-    known = WORDS.get(event["event"])
-    words = known(event) if known else ""
-    if not words:
-        facts = {name: value for name, value in event.items() if name not in ABOUT and value not in ("", None)}
-        words = ", ".join(f"{name} {value}" for name, value in facts.items())
-    parts = []
-    if event.get("global_step") is not None:
-        parts.append(f"step {event['global_step']}")
-    if words:
-        parts.append(words)
-    return ": ".join(parts)
-
-
-def _start(event: Event) -> str:
-    text = "from the beginning"
-    if event.get("resumed_from"):
-        text = f"from {event['resumed_from']}"
-    versions = event.get("versions")
-    if isinstance(versions, dict) and versions:
-        text += f" ({', '.join(f'{name} {version}' for name, version in versions.items())})"
-    return text
-
-
-def _end(event: Event) -> str:
-    text = f"exit code {event.get('exit_code')}"
-    if event.get("stopped_by"):
-        text += f", stopped by {event['stopped_by']}"
-    return text
-
-
-def _straggler(event: Event) -> str:
-    who = f"rank {event.get('of_rank')} on {event.get('of_host')}"
-    return f"{who} needs {event.get('times')} times as long as the others, most of it in {event.get('part')}"
-
-
-WORDS: dict[str, Callable[[Event], str]] = {
-    "start": _start,
-    "end": _end,
-    "straggler": _straggler,
-    "save": lambda event: f"checkpoint; training waited {event.get('stall_s') or 0:.3f} s",
-    "signal": lambda event: str(event.get("signal")),
-    "stall": lambda event: f"in {event.get('phase')}: {_first_line(event)}",
-    "failure": lambda event: f"{event.get('kind')}: {_first_line(event)}",
-}
-
-
-def _first_line(event: Event) -> str:
-    return str(event.get("text", "")).partition("\n")[0]
-
-
 def _is_complete(start: Sequence[Event]) -> bool:
     ends = [event for event in start if event["event"] == "end"]
     return any(event.get("exit_code") == 0 and event.get("stopped_by") not in PLANNED for event in ends)
@@ -161,19 +93,20 @@ def _outcome(start: Sequence[Event]) -> str:
     if failures:
         # If another rank failed first, Horovod's error reports only that.
         cause = min(failures, key=lambda event: (_is_consequence(event), event["time_s"]))
-        return since + _failure(cause)
-    ends = [event for event in start if event["event"] == "end"]
-    if not ends:
-        return f"{since}broken off without a word after step {last_step} or later: killed, or its host was"
-    return f"{since}ended after step {last_step}, {_end(ends[0])}"
+        happened = "stalled" if cause["event"] == "stall" else "failed"
+        who = f"rank {cause.get('rank')} on {cause.get('host')}"
+        kind = f"{cause['kind']}: " if "kind" in cause else ""
+        step = cause.get("global_step", last_step)
+        return f"{since}{happened} after step {step}: {who}: {kind}{_first_line(cause.get('text', ''))}"
+    for event in start:
+        if event["event"] == "end":
+            stopped = f", stopped by {event['stopped_by']}" if event.get("stopped_by") else ""
+            return f"{since}ended after step {last_step}, exit code {event.get('exit_code')}{stopped}"
+    return f"{since}broken off without a word after step {last_step} or later: killed, or its host was"
 
 
-def _failure(event: Event) -> str:
-    if event["event"] == "stall":
-        return f"stalled at step {event.get('global_step')}: {_first_line(event)}"
-    step = f" after step {event['global_step']}" if "global_step" in event else ""
-    who = f"rank {event.get('rank')} on {event.get('host')}"
-    return f"failed{step}: {who}: {event.get('kind')}: {_first_line(event)}"
+def _first_line(text: Any) -> str:
+    return str(text).partition("\n")[0]
 
 
 def _is_consequence(event: Event) -> bool:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from ringtrain.errors import LaunchError, RunDirectoryError
-from ringtrain.lab import page, postmortem, report_curves, runs
-from ringtrain.lab.page import Note, Part, Section
-from ringtrain.lab.runs import Run, metric, metric_name
-from ringtrain.lab.tables import Table, counted, number
+from ringtrain.lab import page, postmortem, runs
+from ringtrain.lab.page import Line
+from ringtrain.lab.runs import Run, title_of
+from ringtrain.lab.tables import Table, number
 from ringtrain.monitor import goodput, journal, trace
-from ringtrain.monitor.goodput import Goodput
 from ringtrain.monitor.journal import duration
 from ringtrain.options import FILE, Argument
+from ringtrain.run.run_folder import NO_METRICS
 
 PAGE = "report.html"
-MAX_EVENTS = 100
-AS_NUMBERS = ("save", "commit", "training", "time")
-"""journal events that are reported as numbers"""
+Runs = Mapping[str, Run]
+"""runs by their names on the page"""
+SOURCES = {"": "training", "test_": "test", "val_": "validation"}
+"""data that metrics are of, by the prefixes of their names"""
+STEP_PARTS = {"input": "input_s", "compute": "compute_s", "callbacks": "callbacks_s", "waiting": "wait_s"}
+STEP = "Compute: forward and backward pass, and the update. Waiting: for the other ranks, and the allreduce itself."
 GOODPUT = (
     "Goodput is the share of steps that count, which includes the exchange of gradients. The parts add up to the time"
     " from the launch of the run to the last entry of rank 0's journal. A process that is killed usually loses"
@@ -52,172 +55,163 @@ def main(options: Options) -> int:
         raise LaunchError(f"got {len(folders)} runs, --post-mortem and --timeline are about one")
     if options.post_mortem:
         postmortem.show(folders[0])
-    elif options.timeline:
+        return 0
+    if options.timeline:
         num_ranks = trace.merge(folders[0] / trace.PARTS, Path(options.timeline))
         print(f"{options.timeline}: {num_ranks} ranks; open it in https://ui.perfetto.dev")
-    else:
-        found = [runs.read(folder) for folder in folders]
-        out = Path(options.out) if options.out else folders[0] / PAGE
-        title = ", ".join(names_of(found))
-        try:
-            out.write_text(page.html(title, sections(found)), encoding="utf-8")
-        except OSError as error:
-            raise RunDirectoryError(f"{out}: cannot be written: {error.strerror}: choose another --out") from error
-        print(journal.printable(str(out)))
+        return 0
+    found = [runs.read(folder) for folder in folders]
+    names = [run.name for run in found]
+    named = {}
+    for run in found:
+        named[run.name if names.count(run.name) == 1 else str(run.folder)] = run
+    out = Path(options.out) if options.out else folders[0] / PAGE
+    try:
+        out.write_text(page.html(", ".join(named), sections(named)), encoding="utf-8")
+    except OSError as error:
+        raise RunDirectoryError(f"{out}: cannot be written: {error.strerror}: choose another --out") from error
+    print(journal.printable(str(out)))
     return 0
 
 
-def names_of(read: Sequence[Run]) -> list[str]:
-    """Name of each run, replaced by its directory if two runs share a name."""
-    names = [run.name for run in read]
-    return [run.name if names.count(run.name) == 1 else str(run.folder) for run in read]
+def sections(named: Runs) -> dict[str, list[str]]:
+    """Elements of the page about runs, by heading."""
+    return {
+        "": [_table(named, _results)],
+        "Curves": [page.charts(curves(named))],
+        "What a step's time goes into": step_time(named),
+        "Where the time went": time_use(named),
+        "What happened": _events(named),
+        "Configuration": _configuration(named),
+        "Versions and hosts": [_table(named, _versions)],
+    }
 
 
-def sections(read: Sequence[Run]) -> list[Section]:
-    """Sections of the page about runs."""
-    named = dict(zip(names_of(read), read, strict=True))
-    notes: list[Part] = []
-    for name, run in named.items():
-        notes += [Note(f"{name}: {sentence}") for sentence in run.missing]
-    return [
-        Section("", [*notes, _table(named, _results)]),
-        Section("Curves", report_curves.curves(named)),
-        Section("What a step's time goes into", report_curves.phases(named)),
-        Section("Where the time went", time_use(named)),
-        Section("What happened", _events(named)),
-        Section("Configuration", _configuration(named)),
-        Section("Versions and hosts", [_table(named, _versions)]),
-    ]
-
-
-def _table(named: Mapping[str, Run], facts_of: Any) -> Table:
+def _table(named: Runs, cells_of: Callable[[Run], dict[str, str]]) -> str:
     """Table with a column per run of the facts about it, by title; rows that are empty for all runs are dropped."""
-    columns = [facts_of(run) for run in named.values()]
+    columns = [cells_of(run) for run in named.values()]
     titles: dict[str, None] = {}
     for column in columns:
         titles |= dict.fromkeys(column)
     rows = [[title, *(column.get(title, "") for column in columns)] for title in titles]
-    return Table(["", *named], [row for row in rows if any(row[1:])])
+    return page.table(Table(["", *named], [row for row in rows if any(row[1:])]))
 
 
 def _results(run: Run) -> dict[str, str]:
-    """Results of a run by the titles of their rows; empty text where it has none."""
-    results = {"state": _state(run)}
-    # First the metrics of test and validation data.
-    for key in sorted(report_curves.metrics_of(run), key=lambda key: not key.startswith(report_curves.PREFIXES)):
-        results[metric_name(key)] = _last(run, key)
-    results["speed, all ranks"] = _speed(run)
-    results["ranks"] = _ranks(run)
-    results["steps"] = _steps(run)
-    results["global batch"] = str(run.numbers.get("global_batch_size", ""))
+    """What `ringtrain runs` has, and how its ranks trained."""
+    facts = runs.facts_of(run)
+    cells = runs.cells_of(facts, list(facts["metrics"]))
+    cells["global batch"] = str(run.numbers.get("global_batch_size", ""))
     if run.samples == "batches":
-        results["global batch"] = "a batch of the data"
-    for title, key in (("training since the last start", "fit_s"), ("of it evaluating", "evaluate_s")):
-        if key in run.summary:
-            results[title] = f"{number(run.summary[key])} s"
+        cells["global batch"] = "a batch of the data"
     saves = run.summary.get("saves")
     if saves:
-        results["checkpoints"] = f"{saves['count']}; training waited {number(saves['stall_s'])} s"
-    results["restarts"] = str(run.summary.get("restarts", ""))
-    results["samples left out"] = str(run.summary.get("skipped_samples") or "")
+        cells["checkpoints"] = f"{saves['count']}; training waited {number(saves['stall_s'])} s"
+    cells["samples left out"] = str(run.summary.get("skipped_samples") or "")
     if run.summary.get("in_sync"):
-        results["ranks' weights"] = f"equal, {run.summary['checksum']}"
-    return results
+        cells["ranks' weights"] = f"equal, {run.summary['checksum']}"
+    return cells
 
 
-def _state(run: Run) -> str:
-    words = [runs.state_of(run)]
-    if run.events:
-        words += postmortem.verdict(run.events)[:1]
-    by = run.summary.get("stopped_by")
-    if by:
-        words.append(f"stopped by {by}")
-    return ", ".join(words)
+# ---- curves ---------------------------------------------------------------------------------------------------------
 
 
-def _last(run: Run, key: str) -> str:
-    """Last value of a metric; empty if there is none."""
-    for record in reversed(run.epochs):
-        if record.get(key) is not None:
-            return metric(key, record[key])
-    return ""
+def curves(named: Runs) -> list[str]:
+    """Charts of metrics in training, test and validation, learning rate, speed and gradient norm."""
+    keys: dict[str, None] = {}
+    for run in named.values():
+        for record in run.epochs:
+            keys |= dict.fromkeys(key.removeprefix("test_").removeprefix("val_") for key in record)
+    drawn: dict[str, dict[str, str]] = {}
+    for key in keys:
+        if key not in NO_METRICS:
+            drawn[title_of(key)] = {f"{prefix}{key}": source for prefix, source in SOURCES.items()}
+    samples = " or ".join({run.samples: None for run in named.values()})
+    drawn["learning rate"] = {"learning_rate": ""}
+    drawn[f"speed of all ranks, {samples}/s"] = {"images_per_s": ""}
+    drawn["norm of the averaged gradient"] = {"gradient_norm": ""}
+    return [_chart(named, title, sources) for title, sources in drawn.items()]
 
 
-def _speed(run: Run) -> str:
-    if run.summary.get("images_per_s"):
-        return f"{number(run.summary['images_per_s'])} {run.samples}/s"
-    speeds = [record["images_per_s"] for record in run.records if record.get("images_per_s")]
-    if not speeds:
-        return ""
-    return f"{number(speeds[-1])} {run.samples}/s at last"
+def _chart(named: Runs, title: str, sources: Mapping[str, str]) -> str:
+    """A color for each run; training is dashed. sources: names of the data by the keys of their records."""
+    lines = []
+    for color, (name, run) in enumerate(named.items()):
+        for key, source in sources.items():
+            label = ", ".join(filter(None, [name if len(named) > 1 else "", source]))
+            points = [(record["epoch"], record[key]) for record in run.epochs if _is_number(record.get(key))]
+            style = "--" if source == "training" else "-"
+            lines.append(Line(label, color, style, [x for x, _ in points], [y for _, y in points]))
+    return page.chart(title, lines)
 
 
-def _steps(run: Run) -> str:
-    done = max((record["global_step"] for record in [*run.epochs, *run.steps]), default=0)
-    done = max(done, run.summary.get("global_step") or 0)
-    planned = run.numbers.get("num_steps")
-    if planned and planned != done:
-        return f"{done:,} of {planned:,}"
-    return f"{done:,}"
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _ranks(run: Run) -> str:
-    num_ranks = run.summary.get("num_ranks") or run.numbers.get("num_ranks")
-    hosts = {event.get("host") for event in run.events} - {None}
-    if not num_ranks or not hosts:
-        return str(num_ranks or "")
-    return f"{num_ranks} on {counted(len(hosts), 'host')}"
+# ---- time -----------------------------------------------------------------------------------------------------------
 
 
-def time_use(named: Mapping[str, Run]) -> list[Part]:
-    """Parts of the time of runs whose journals tell."""
-    known: dict[str, Goodput] = {}
+def step_time(named: Runs) -> list[str]:
+    """Mean milliseconds per step on each rank, and stragglers."""
+    means, stragglers = [], []
     for name, run in named.items():
-        spent = goodput.of(run.events)
-        if spent and spent.total_s:
-            known[name] = spent
-    if not known:
+        for rank in run.summary.get("ranks") or []:
+            totals = rank["totals"]
+            if totals["num_steps"]:
+                parts_ms = [1e3 * totals[key] / totals["num_steps"] for key in STEP_PARTS.values()]
+                cells = [f"{time_ms:.2f} ms" for time_ms in (*parts_ms, sum(parts_ms))]
+                means.append([name, str(rank["rank"]), rank["host"], *cells, f"{totals['num_steps']:,}"])
+        for event in run.events:
+            if event["event"] == "straggler":
+                facts = [event.get(key, "") for key in ("global_step", "of_rank", "of_host", "times", "part")]
+                stragglers.append([name, *map(str, facts)])
+    if not means and not stragglers:
         return []
-    rows = []
+    head = ["run", "rank", "host", *STEP_PARTS, "step", "steps"]
+    slow = ["run", "step", "rank", "host", "times the others' time", "most of it in"]
+    return [page.table(Table(head, means)), page.sentence(STEP), page.table(Table(slow, stragglers, "slow ranks"))]
+
+
+def time_use(named: Runs) -> list[str]:
+    """Parts of the time of runs whose journals tell."""
+    table = _table(named, time_cells)
+    return [table, page.sentence(GOODPUT)] if table else []
+
+
+def time_cells(run: Run) -> dict[str, str]:
+    """Parts of a run's time by their titles; empty if its journals do not tell."""
+    spent = goodput.of(run.events)
+    if not spent or not spent.total_s:
+        return {}
+    cells = {}
     for part, title in goodput.PARTS.items():
-        if any(spent.seconds[part] >= 0.05 for spent in known.values()):
-            rows.append([title, *(_amount(spent, part) for spent in known.values())])
-    rows.append(["all", *(duration(spent.total_s) for spent in known.values())])
-    rows.append(["goodput", *(f"{spent.share:.1%}" for spent in known.values())])
-    rows.append(["starts", *(str(len(spent.attempts)) for spent in known.values())])
-    rows.append(["hours of hosts", *(f"{spent.host_hours:,.2f}" for spent in known.values())])
-    intervals = [duration(spent.best_interval_s) if spent.best_interval_s else "" for spent in known.values()]
-    if any(intervals):
-        rows.append(["time between checkpoints that would have cost least", *intervals])
-    return [Table(["", *known], rows), GOODPUT]
+        seconds = spent.seconds[part]
+        cells[title] = f"{duration(seconds)} ({seconds / spent.total_s:.1%})" if seconds >= 0.05 else ""
+    cells |= {"all": duration(spent.total_s), "goodput": f"{spent.share:.1%}", "starts": str(len(spent.attempts))}
+    cells["hours of hosts"] = f"{spent.host_hours:,.2f}"
+    if spent.best_interval_s:
+        cells["time between checkpoints that would have cost least"] = duration(spent.best_interval_s)
+    return cells
 
 
-def _amount(spent: Goodput, part: str) -> str:
-    seconds = spent.seconds[part]
-    return f"{duration(seconds)} ({seconds / spent.total_s:.1%})"
+# ---- the rest -------------------------------------------------------------------------------------------------------
 
 
-def _events(named: Mapping[str, Run]) -> list[Part]:
-    """Exit cause of each attempt of each run, and the last events of its journals."""
-    parts: list[Part] = []
+def _events(named: Runs) -> list[str]:
+    """Exit cause of each attempt of each run."""
+    sentences = []
     for name, run in named.items():
-        if not run.events:
-            continue
-        summary, *attempts = postmortem.verdict(run.events)
-        parts += [f"{name}: {summary}", *attempts]
-        for cause in run.summary.get("restart_causes") or []:
-            parts.append(f"restarted because of: {cause}")
-        events = [event for event in run.events if event["event"] not in AS_NUMBERS]
-        rows = [postmortem.cells_of(event) for event in events[-MAX_EVENTS:]]
-        parts.append(Table(postmortem.HEAD, rows, f"events of {name}, the last {MAX_EVENTS} at most", folded=True))
-    return parts
+        if run.events:
+            summary, *attempts = postmortem.verdict(run.events)
+            sentences += [f"{name}: {summary}", *attempts]
+        sentences += [f"restarted because of: {cause}" for cause in run.summary.get("restart_causes") or []]
+    return [page.sentence(text) for text in sentences]
 
 
-def _configuration(named: Mapping[str, Run]) -> list[Part]:
+def _configuration(named: Runs) -> list[str]:
     """Options that differ from their defaults, or, for several runs, between the runs."""
     columns = {name: run.options for name, run in named.items()}
-    if not any(columns.values()):
-        return []
     if len(named) == 1:
         from ringtrain.config import Config
 
@@ -225,36 +219,19 @@ def _configuration(named: Mapping[str, Run]) -> list[Part]:
     options: dict[str, None] = {}
     for run in named.values():
         options |= dict.fromkeys(run.options)
-    different = []
+    rows = []
     for option in options:
-        values = [_value(own[option]) if option in own else "" for own in columns.values()]
+        values = [json.dumps(column[option]) if option in column else "" for column in columns.values()]
         if len(set(values)) > 1 and option != "run.name":
-            different.append([option, *values])
-    if not different:
-        return ["No option differs."]
-    return [Table(["option", *columns], different)]
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(_value, value))
-    if isinstance(value, float):
-        return f"{value:g}"
-    if value == "":
-        return '""'
-    return str(value)
+            rows.append([option, *values])
+    return [page.table(Table(["option", *columns], rows))]
 
 
 def _versions(run: Run) -> dict[str, str]:
-    """Package versions, git revision, hosts and start time of a run."""
-    found: dict[str, str] = {}
+    """Package versions, git revision and hosts of a run."""
+    cells: dict[str, str] = {}
     for record in (run.summary, *run.events):
-        if record.get("versions"):
-            found = {package: str(version) for package, version in record["versions"].items()}
-            break
-    found["git revision"] = str(run.summary.get("git_revision") or "")
-    found["hosts"] = ", ".join(sorted({str(event.get("host")) for event in run.events}))
-    if run.events:
-        time_s = min(event["time_s"] for event in run.events)
-        found["begun"] = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time_s))
-    return found
+        cells |= {package: str(version) for package, version in (record.get("versions") or {}).items()}
+    cells["git revision"] = str(run.summary.get("git_revision") or "")
+    cells["hosts"] = ", ".join(sorted({str(event.get("host")) for event in run.events}))
+    return cells

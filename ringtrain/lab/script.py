@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringtrain import config_io, sources
+from ringtrain import config_io
 from ringtrain.cluster import processes
-from ringtrain.config import nearest, option_types
-from ringtrain.errors import ConfigError, LaunchError
-from ringtrain.protocol.env import FOR_SCRIPT
-from ringtrain.protocol.for_script import ForScript
-from ringtrain.protocol.json_text import INVALID, parse_json
+from ringtrain.errors import LaunchError
+from ringtrain.lab import runs
+from ringtrain.lab.runs import Run
 
 if TYPE_CHECKING:
     import subprocess
@@ -53,44 +49,10 @@ class Script:
         return self.command[self.command.index(TRAINER) + 1 :]
 
 
-def variables(for_script: ForScript) -> dict[str, str]:
-    """Environment variables with which ranks read it."""
-    return {FOR_SCRIPT: for_script.to_json()}
-
-
-def runs_in(folder: Path) -> list[Path]:
+def runs_in(folder: Path) -> list[Run]:
     """Runs of a script's start, the first one first; those without a complete epoch are not among them."""
-    begins = {path.parent: _begin_s(path) for path in folder.glob("*/metrics.jsonl")}
-    return sorted(begins, key=lambda run: (begins[run], run.name))
-
-
-def _begin_s(metrics: Path) -> float:
-    """Unix time of the first record."""
-    with contextlib.suppress(OSError, *INVALID), open(metrics, encoding="utf-8") as file:
-        return float(parse_json(file.readline())["time_s"])
-    return math.inf
-
-
-def metrics_of(run: Path) -> list[str]:
-    """Names of the numbers that a run has recorded after its last epoch."""
-    with contextlib.suppress(OSError, *INVALID):
-        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [name for name, value in parse_json(lines[-1]).items() if isinstance(value, float)]
-    return []
-
-
-def check_option(option: str, source: str) -> None:
-    """Raises ConfigError for an option that is an argument of `fit`, or the script's own."""
-    if option in option_types() and option.startswith(sources.OPTIONS):
-        return
-    key = option.rpartition(".")[2]
-    if option not in option_types():
-        known = [name for name in option_types() if name.startswith(sources.OPTIONS)]
-        raise ConfigError(f"{source}: unknown option {option}: {nearest(option, known)}")
-    raise ConfigError(
-        f"{source}: {option}: is the script's own: name it {key}, and read ringtrain.trial()[{key!r}] or give"
-        f" --set '--{key.replace('_', '-')}={{{key}}}'"
-    )
+    found = [runs.read(path.parent) for path in folder.glob("*/metrics.jsonl")]
+    return sorted((run for run in found if run.epochs), key=lambda run: run.epochs[0]["time_s"])
 
 
 def start_launch(

@@ -1,4 +1,4 @@
-"""Statistics of measurements with the machine and versions they were taken on, as tables and JSON."""
+"""Medians and ranges of measurements, and their file with the machine and versions that they are from."""
 
 from __future__ import annotations
 
@@ -35,13 +35,6 @@ class Spread:
         p10, median, p90 = np.percentile(np.asarray(values, float), [10, 50, 90])
         return cls(float(median), float(p10), float(p90), len(values))
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Any:
-        """Converts a JSON object to a Spread if it is one, for json.loads."""
-        if value.keys() == {"median", "p10", "p90", "repeats"}:
-            return cls(**value)
-        return value
-
     def times(self, factor: float) -> Spread:
         """Converts to another unit."""
         return Spread(factor * self.median, factor * self.p10, factor * self.p90, self.repeats)
@@ -56,41 +49,23 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> Spread
     return Spread.of([first / second for first, second in zip(numerators, denominators, strict=True)])
 
 
-def machine() -> dict[str, Any]:
-    """Describes the machine and the package versions of this process."""
-    model = ""
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    installed = {}
-    for name in PACKAGES:
-        try:
-            installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "host": platform.node(),
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "versions": installed,
-        "load": os.getloadavg()[0],
-    }
-
-
-def write(path: Path, name: str, options: Mapping[str, Any], results: Any) -> None:
-    """Writes the results of a bench as JSON; missing directories are created."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write(path: Path, options: Mapping[str, Any], results: Any) -> None:
+    """Writes results as JSON, with the machine and versions; missing directories are created."""
+    versions = {}
+    for distribution in importlib.metadata.distributions():
+        if distribution.name in PACKAGES:
+            versions[distribution.name] = distribution.version
     record = {
-        "bench": name,
         "time_s": time.time(),
         "git_revision": git_revision(Path.cwd()),
-        "machine": machine(),
+        "host": platform.node(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "versions": versions,
         "command": sys.argv[1:],
         "options": dict(options),
         "results": results,
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1, default=asdict) + "\n", encoding="utf-8")

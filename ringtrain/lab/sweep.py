@@ -9,8 +9,9 @@ an interrupted sweep.
 
 from __future__ import annotations
 
+import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,21 +21,23 @@ from numpy.typing import NDArray
 
 from ringtrain import config_io, data
 from ringtrain.cluster import processes
+from ringtrain.cluster.launch import find_hosts
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.derived import lower_is_better
 from ringtrain.errors import HostsError, LaunchError, RunDirectoryError
 from ringtrain.lab import ranks, stats
 from ringtrain.lab import sweep_space as space
-from ringtrain.lab import sweep_trials as trials
 from ringtrain.lab.script import Script, runs_in
-from ringtrain.lab.sweep_space import STUDY_FILE, Study, Trial
-from ringtrain.lab.sweep_trials import Trials, number_text, values_in_words
+from ringtrain.lab.sweep_space import STUDY_FILE, Study
+from ringtrain.lab.sweep_trials import Sweep, TrialJob, held, number_text, values_in_words
 from ringtrain.lab.tables import Table
 from ringtrain.options import AT_LEAST_0, AT_LEAST_1, FILE, NAME, Argument, N
+from ringtrain.protocol.json_text import INVALID, parse_json
 
 DEFAULT_TRIALS = 20
-REPORTED = 3
-"""number of best trials that the final hint compares"""
+LAUNCHERS = ("mpirun", "horovodrun", "horovodrun-gloo")
+HOST_OPTIONS = ("hostfile", "hosts", "include", "exclude")
+"""options of launch in whose place each trial gets its slots"""
 
 
 @dataclass(frozen=True)
@@ -59,159 +62,136 @@ class Options:
     """of the sweep (runs/sweep- and the name of its space)"""
 
 
-@dataclass(frozen=True)
-class Best:
-    """Models whose predictions are averaged."""
-
-    runs: Sequence[str]
-    """folders, the best first"""
-
-
-def on_ranks(options: Best, train_args: Sequence[str]) -> dict[str, Any]:
-    """Evaluates models and the average of their predictions."""
-    return evaluate(options.runs)
-
-
-def main(options: Options, start: ranks.Start, call: ranks.Call) -> int:
+def main(options: Options, launch: LaunchOptions) -> int:
     """Runs the sweep, prints and writes its results.
 
     Returns:
         0, or 128 + the number of the signal that ended the sweep.
     """
-    refuse(start.launch)
-    path = Path(options.space)
-    script = Script.of(start.train_args)
+    # What is tried, on which hosts: mistakes are reported before anything starts.
+    if launch.launcher not in LAUNCHERS:
+        raise LaunchError(f"got --launcher {launch.launcher}, expected one of {', '.join(LAUNCHERS)}")
+    path, script = Path(options.space), Script.of(launch.command)
     if options.ensemble and not script.is_trainer:
         raise LaunchError("got --ensemble with a script, whose test data it alone has: load its runs' model.keras")
     found = space.read(path, script.is_trainer)
     objective = options.objective or ("test_loss" if script.is_trainer else "val_loss")
     own = [] if script.is_trainer else [name for name in found if "." not in name]
-    job = Trials(script, options.set, objective, own)
-    folder = Path(options.folder or f"runs/sweep-{path.stem}")
-    points = space.grid(path, found) if options.sampler == "grid" else []
-    if points:
+    job = TrialJob(script, options.set, objective, own)
+    job.command(dict.fromkeys(own, 1))
+    points, most = [], options.trials or DEFAULT_TRIALS
+    if options.sampler == "grid":
+        points = space.grid(path, found)
         most = min(options.trials or len(points), len(points))
-    else:
-        most = options.trials or DEFAULT_TRIALS
-    hosts, num_ranks = start.hosts, options.ranks_per_trial
+    hosts, num_ranks = find_hosts(launch)[0], options.ranks_per_trial
     num_slots = sum(host.slots for host in hosts)
     if num_ranks > num_slots:
         listed = ",".join(map(str, hosts))
         raise HostsError(f"got --ranks-per-trial {num_ranks}, but {num_slots} slots in all ({listed}): name more hosts")
-    minimize = lower_is_better(objective)
+
+    # One sweep at a time works in a folder, which belongs to its settings.
+    folder = Path(options.folder or f"runs/sweep-{path.stem}")
     folder.mkdir(parents=True, exist_ok=True)
-    with trials.held(folder / "lock") as lock:
+    with held(folder / "lock") as lock:
         if lock is None:
             raise RunDirectoryError(f"{folder}: another ringtrain sweep works there: wait, or give another --folder")
-        claim(folder, options, job, found)
-        study = Study(folder, found, options.sampler, minimize, points)
-        aim = "lowest" if minimize else "highest"
+        settings: dict[str, Any] = {f"space of {option}": str(one) for option, one in found.items()}
+        settings |= {"--sampler": options.sampler, "--ranks-per-trial": num_ranks, "--objective": objective}
+        settings |= {"command": list(script.command), "--set": list(options.set)}
+        claim(folder, settings)
+        study = Study(folder, found, options.sampler, lower_is_better(objective), points)
+        aim = "lowest" if study.minimize else "highest"
         processes.say(f"sweep: {most} trials in {folder}, for the {aim} {objective} of the last epoch")
-        sweep = trials.Sweep(folder, study, job, most, num_ranks, hosts, start.launch_words)
+        sweep = Sweep(folder, study, job, most, num_ranks, hosts, ranks.launch_words(launch, HOST_OPTIONS))
         sweep.go()
         if sweep.stopped_by:
             name = signal.Signals(sweep.stopped_by).name
             processes.say(f"sweep: stopped by {name}; the same command goes on")
             return 128 + sweep.stopped_by
-        return conclude(folder, study, job, options, call)
-
-
-def refuse(launch: LaunchOptions) -> None:
-    """Rejects options of launch that parallel trials cannot use."""
-    for name in ("np", "output", "timeline", "oversubscribe"):
-        if getattr(launch, name):
-            option = "-np" if name == "np" else f"--{name}"
-            raise LaunchError(f"got {option}: each trial has its own --ranks-per-trial, slots and files: leave it out")
-    if launch.bind != "none":
-        raise LaunchError("got --bind core: each trial would bind its ranks to a host's first cores: leave it out")
-    if launch.launcher not in ("mpirun", "horovodrun", "horovodrun-gloo"):
-        raise LaunchError(f"got --launcher {launch.launcher}, expected mpirun, horovodrun or horovodrun-gloo")
-
-
-def claim(folder: Path, options: Options, job: Trials, found: space.Space) -> None:
-    """Records this sweep's settings in the folder, or checks that they match those on record."""
-    own: dict[str, Any] = {f"space of {option}": vars(one) for option, one in found.items()}
-    own |= {f"--{name.replace('_', '-')}": getattr(options, name) for name in ("sampler", "ranks_per_trial")}
-    own |= job.settings()
-    if not (folder / STUDY_FILE).exists() and any(folder.glob("trial-*")):
-        raise LaunchError(
-            f"{folder}: holds trials without {STUDY_FILE}, which says what was done: delete it, or give another"
-            " --folder"
-        )
-    trials.claim(folder / "sweep.json", own)
-
-
-def conclude(folder: Path, study: Study, job: Trials, options: Options, call: ranks.Call) -> int:
-    """Writes the results and the best values, and prints them."""
-    trials, best, objective = study.trials(), study.best(), job.objective
-    show(trials, best, objective, list(study.space))
-    results = {
-        "objective": objective,
-        "direction": "minimize" if study.minimize else "maximize",
-        "best": best[0].number if best else None,
-        "trials": [vars(one) for one in trials],
-    }
-    told = {name: getattr(options, name) for name in ("space", "sampler", "trials", "ranks_per_trial")}
-    stats.write(folder / "results.json", "sweep", told, results)
-    if not best:
-        reasons = sorted(str(one.facts.get("reason")) for one in trials)
-        raise LaunchError(f"none of {len(trials)} trials completed; e.g.: {reasons[0]}")
-    launch = job.write_best(folder, best[0], options.ranks_per_trial)
-    runs = []
-    for one in best:
-        runs += [str(run) for run in runs_in(folder / f"trial-{one.number:04d}")[-1:]]
-    value = number_text(best[0].value)
-    print(f"best: trial {best[0].number}, {objective} {value}: {values_in_words(best[0].values)}")
-    print(f"  {launch}")
-    print(f"compare: ringtrain report {' '.join(runs[:REPORTED])}")
-    if options.ensemble:
-        if options.ensemble > len(best):
-            raise LaunchError(f"got --ensemble {options.ensemble}, but {len(best)} trials completed")
-        ensemble = call(on_ranks, Best(runs[: options.ensemble]), num_ranks=1)
-        scores = [*ensemble["models"], {"run": "all averaged", **ensemble["averaged"]}]
-        rows = [[one["run"], f"{one['accuracy']:.2%}", f"{one['loss']:.4f}"] for one in scores]
-        title = f"the averaged probabilities of {options.ensemble} models"
-        Table(["", "test accuracy", "cross-entropy"], rows, title).show()
-        stats.write(folder / "results.json", "sweep", told, {**results, "ensemble": ensemble})
+        conclude(folder, study, job, options)
     return 0
 
 
-def show(trials: Sequence[Trial], best: Sequence[Trial], objective: str, options: Sequence[str]) -> None:
-    """Prints all trials, the best first."""
-    rest = [one for one in trials if one not in best]
+def claim(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Records the settings of a sweep in its folder, or checks that they match those on record."""
+    path = folder / "sweep.json"
+    if not path.exists():
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    elif not (folder / STUDY_FILE).exists() and any(folder.glob("trial-*")):
+        raise LaunchError(f"{folder}: holds trials without {STUDY_FILE}, their record: give another --folder")
+    try:
+        known = dict(parse_json(path.read_text(encoding="utf-8")))
+    except INVALID:
+        raise LaunchError(f"{path}: expected a JSON object that says what the folder is for: delete it") from None
+    for name in {**known, **settings}:
+        if known.get(name) != settings.get(name):
+            raise LaunchError(
+                f"{folder}: holds a sweep whose {name} is {known.get(name)}, got {settings.get(name)}: give another"
+                " --folder, or delete it"
+            )
+
+
+def conclude(folder: Path, study: Study, job: TrialJob, options: Options) -> None:
+    """Prints and writes the results and the best values."""
+    trials, best, objective = study.trials(), study.best(), job.objective
+    ordered = [*best, *(trial for trial in trials if trial not in best)]
     rows = []
-    for one in [*best, *rest]:
-        seconds = f"{one.facts['seconds']:.1f}" if "seconds" in one.facts else ""
-        values = [number_text(one.values.get(option)) for option in options]
-        epochs = str(one.facts.get("epochs", ""))
-        rows.append([str(one.number), one.state, number_text(one.value), epochs, seconds, *values])
-    head = ("trial", "", objective, "epochs", "s", *(option.rpartition(".")[2] for option in options))
+    for trial in ordered:
+        values = [number_text(trial.params.get(option)) for option in study.space]
+        facts = [number_text(trial.user_attrs.get(fact)) for fact in ("epochs", "seconds")]
+        rows.append([str(trial.number), trial.state.name.lower(), number_text(trial.value), *facts, *values])
+    head = ("trial", "", objective, "epochs", "s", *(option.rpartition(".")[2] for option in study.space))
     Table(head, rows, f"{len(best)} of {len(trials)} trials complete").show()
-    for one in rest:
-        if one.state == "failed":
-            print(f"trial {one.number} failed: {one.facts.get('reason')}")
+    results: dict[str, Any] = {"objective": objective, "trials": [record_of(trial) for trial in trials]}
+    results |= {"direction": "minimize" if study.minimize else "maximize", "best": best[0].number if best else None}
+    stats.write(folder / "results.json", vars(options), results)
+    if not best:
+        raise LaunchError(f"none of {len(trials)} trials completed; e.g.: {trials[0].user_attrs.get('reason')}")
+    winner = best[0]
+    print(f"best: trial {winner.number}, {objective} {number_text(winner.value)}: {values_in_words(winner.params)}")
+    print(f"  {job.write_best(folder / 'best.json', winner, options.ranks_per_trial)}")
+    if options.ensemble:
+        if options.ensemble > len(best):
+            raise LaunchError(f"got --ensemble {options.ensemble}, but {len(best)} trials completed")
+        folders = [runs_in(folder / f"trial-{trial.number:04d}")[-1].folder for trial in best]
+        results["ensemble"] = evaluate(folders[: options.ensemble])
+        stats.write(folder / "results.json", vars(options), results)
 
 
-def evaluate(runs: Sequence[str]) -> dict[str, Any]:
-    """Evaluates models on the test samples of their own configurations.
+def record_of(trial: Any) -> dict[str, Any]:
+    """Values and result of a trial, for the file of results."""
+    record = {"number": trial.number, "state": trial.state.name.lower(), "values": trial.params, "value": trial.value}
+    return record | trial.user_attrs
+
+
+def evaluate(runs: Sequence[Path]) -> list[dict[str, Any]]:
+    """Evaluates models on the test samples, and their averaged probabilities.
 
     Args:
         runs: Folders, the best first.
+
+    Returns:
+        Accuracy and cross-entropy of each model, and of the average.
     """
-    ranks.begin(config_io.read_toml(Path(runs[0], "config.toml")))
-    labels, first = predict(Path(runs[0]))
+    labels, first = predict(runs[0])
     predicted = [first]
     for run in runs[1:]:
-        its_labels, probabilities = predict(Path(run))
+        its_labels, probabilities = predict(run)
         if not np.array_equal(its_labels, labels):
             raise LaunchError(f"{run}: was tested on other samples than {runs[0]}: an ensemble needs the same")
         predicted.append(probabilities)
-    scores = [score(labels, probabilities) for probabilities in predicted]
-    averaged = score(labels, np.mean(predicted, axis=0))
-    return {
-        "models": [{"run": run, **its} for run, its in zip(runs, scores, strict=True)],
-        "averaged": averaged,
-    }
+    predicted.append(np.mean(predicted, axis=0))
+    scores: list[dict[str, Any]] = []
+    for name, probabilities in zip([*map(str, runs), "all averaged"], predicted, strict=True):
+        accuracy = np.mean(np.argmax(probabilities, axis=-1) == labels)
+        of_label = np.take_along_axis(probabilities, labels[:, None], axis=-1)
+        loss = -np.mean(np.log(np.maximum(of_label, 1e-300)))
+        scores.append({"run": name, "accuracy": float(accuracy), "loss": float(loss)})
+    rows = [[one["run"], f"{one['accuracy']:.2%}", f"{one['loss']:.4f}"] for one in scores]
+    Table(["", "test accuracy", "cross-entropy"], rows, f"averaged probabilities of {len(runs)} models").show()
+    return scores
 
 
 def predict(run: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -229,15 +209,7 @@ def predict(run: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     samples = data.evaluation_shard(len(data_set.test), 0, 1)
     labels, probabilities = [], []
     for inputs, own in data.evaluation_batches(data_set.test, samples, config.train.batch_size):
-        logits = np.asarray(keras.ops.convert_to_numpy(model.predict_on_batch(inputs)), np.float64)
-        exponents = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        probabilities.append(exponents / exponents.sum(axis=-1, keepdims=True))
+        logits = keras.ops.cast(model.predict_on_batch(inputs), "float64")
+        probabilities.append(np.asarray(keras.ops.softmax(logits)))
         labels.append(np.asarray(own))
     return np.concatenate(labels), np.concatenate(probabilities)
-
-
-def score(labels: NDArray[np.int64], probabilities: NDArray[np.float64]) -> dict[str, float]:
-    """Accuracy and cross-entropy from labels [n] and probabilities [n, classes]."""
-    of_the_label = np.take_along_axis(probabilities, labels[:, None], axis=-1)
-    accuracy = np.mean(np.argmax(probabilities, axis=-1) == labels)
-    return {"accuracy": float(accuracy), "loss": float(-np.mean(np.log(np.maximum(of_the_label, 1e-300))))}

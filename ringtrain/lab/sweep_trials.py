@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import math
 import os
 import shlex
@@ -22,49 +21,47 @@ from ringtrain.config import nearest
 from ringtrain.errors import LaunchError
 from ringtrain.lab import script
 from ringtrain.lab.script import Script
-from ringtrain.lab.sweep_space import Study, Trial
+from ringtrain.lab.sweep_space import Study
 from ringtrain.protocol.env import HOST_SLOTS, YIELDING
 from ringtrain.protocol.for_script import ForScript, Tuned
-from ringtrain.protocol.json_text import INVALID, parse_json
 
 if TYPE_CHECKING:
     import subprocess
 
 BY = "ringtrain sweep"
+POLL_S = 0.1
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+Place = Mapping[str, tuple[int, ...]]
+"""slot numbers by host"""
 
 
-class Trials:
-    """Trials of a script, which reads their values from its command line, `ringtrain.trial` or its options.
+@dataclass(frozen=True)
+class TrialJob:
+    """Script of all trials, which reads their values from its command line, `ringtrain.trial` or its options."""
 
-    Args:
-        templates: Words of the command line with names of values in braces.
-        objective: Metric that trials are compared by.
-        names: Of the values that are the script's own.
-    """
+    script: Script
+    templates: Sequence[str]
+    """words of the command line with names of values in braces"""
+    objective: str
+    """metric that trials are compared by"""
+    names: Collection[str]
+    """of the values that are the script's own"""
 
-    def __init__(self, job: Script, templates: Sequence[str], objective: str, names: Collection[str]) -> None:
-        self.job, self.templates, self.objective, self.names = job, templates, objective, names
-        self._arguments(dict.fromkeys(names, 1))  # report a mistake before anything starts
-
-    def _arguments(self, values: Mapping[str, Any]) -> list[str]:
-        """Words of the command line for these values."""
-        words = []
+    def command(self, values: Mapping[str, Any]) -> list[str]:
+        """Command line with these values."""
+        words = [*self.script.command]
         for template in self.templates:
             try:
                 words += [word.format_map(values) for word in shlex.split(template)]
-            except KeyError as error:
-                name = str(error.args[0])
-                raise LaunchError(f"got --set {template!r}: unknown value {name}: {nearest(name, [*values])}") from None
             except (ValueError, LookupError, AttributeError) as error:
-                raise LaunchError(f"got --set {template!r}, expected e.g. '--lr={{learning_rate}}': {error}") from None
+                raise LaunchError(
+                    f"got --set {template!r}, expected e.g. '--lr={{learning_rate}}' with values of the script, which"
+                    f" are {', '.join(self.names)}: {error}"
+                ) from None
         return words
 
-    def settings(self) -> dict[str, Any]:
-        """Settings that all starts of the sweep have in common."""
-        return {"command": [*self.job.command], "--set": [*self.templates], "--objective": self.objective}
-
-    def _divided(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Divides values by name into options and the script's own."""
+    def divided(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Values by name, divided into options and the script's own."""
         options, own = {}, {}
         for name, value in values.items():
             if name in self.names:
@@ -73,34 +70,12 @@ class Trials:
                 options[name] = value
         return options, own
 
-    def start(self, folder: Path, values: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
-        """Command and variables of the ranks of a trial with these values, which goes on if it has begun."""
-        options, own = self._divided(values)
-        for_script = ForScript(by=BY, options=options, trial=own, folder=os.path.abspath(folder))
-        return [*self.job.command, *self._arguments(own)], script.variables(for_script)
-
-    def write_best(self, folder: Path, best: Trial, num_ranks: int) -> str:
+    def write_best(self, path: Path, best: Any, num_ranks: int) -> str:
         """Writes the values of the best trial, and returns the command that trains with them."""
-        options, own = self._divided(best.values)
-        path, by = folder / "best.json", f"{BY}, trial {best.number}"
-        Tuned(by=by, options=options, trial=own).write(path, objective=self.objective, value=best.value)
-        command = shlex.join([*self.job.command, *self._arguments(own)])
-        return f"ringtrain launch -np {num_ranks} --tuned {path} -- {command}"
-
-
-def epochs_of(runs: Sequence[Path], monitor: str) -> list[tuple[int, float | None]]:
-    """Epochs of a trial with their monitored value, counted through all its runs."""
-    epochs: list[tuple[int, float | None]] = []
-    for run in runs:
-        before = epochs[-1][0] if epochs else 0
-        with contextlib.suppress(FileNotFoundError):
-            own = epochs_in(run / "metrics.jsonl", monitor)
-            epochs += [(before + epoch, value) for epoch, value in own]
-    return epochs
-
-
-POLL_S = 0.1
-SETTLE_S = 1.0  # a signal that ends a trial usually reaches this process as well, a moment later
+        options, own_values = self.divided(best.params)
+        tuned = Tuned(by=f"{BY}, trial {best.number}", options=options, trial=own_values)
+        tuned.write(path, objective=self.objective, value=best.value)
+        return f"ringtrain launch -np {num_ranks} --tuned {path} -- {shlex.join(self.command(best.params))}"
 
 
 @dataclass
@@ -108,8 +83,7 @@ class Running:
     """Running trial of a sweep."""
 
     trial: Any
-    """Optuna trial"""
-    values: Mapping[str, Any]
+    """Optuna's"""
     folder: Path
     place: Place
     process: subprocess.Popen[bytes]
@@ -121,6 +95,7 @@ class Sweep:
     """Runs trials until the study has enough or a signal arrives.
 
     Args:
+        most: Number of trials in all.
         launch_words: Options of ringtrain launch for all trials.
     """
 
@@ -128,7 +103,7 @@ class Sweep:
         self,
         folder: Path,
         study: Study,
-        job: Trials,
+        job: TrialJob,
         most: int,
         num_ranks: int,
         hosts: Sequence[Host],
@@ -137,7 +112,7 @@ class Sweep:
         self.folder, self.study, self.job, self.most, self.num_ranks = folder, study, job, most, num_ranks
         self.hosts = hosts
         self.launch_words = launch_words
-        self.free = {host.name: set(numbers(host)) for host in hosts}
+        self.free = {host.name: set(slots_of(host)) for host in hosts}
         self.running: list[Running] = []
         self.waiting = study.interrupted()
         self.no_more = False
@@ -170,8 +145,6 @@ class Sweep:
         for one in self.running:
             one.process.send_signal(signal.SIGTERM)
 
-    # ---- beginning ------------------------------------------------------------------------------------------------
-
     def _begin_another(self) -> bool:
         """Starts a trial on each free set of slots; False if there are no more trials to start."""
         while not self.no_more:
@@ -197,12 +170,14 @@ class Sweep:
                 return False
             values = self.study.values(trial)
             own, log = self.folder / name, starts / f"{name}.log"
-            command, variables = self.job.start(own, values)
+            options, own_values = self.job.divided(values)
+            for_script = ForScript(by=BY, options=options, trial=own_values, folder=os.path.abspath(own))
             words = [*self.launch_words, *words_of(place, self.hosts)]
-            process = script.start_launch(words, command, {**self._environ(place), **variables}, log, [lock])
+            environ = {**self._environ(place), **for_script.variables()}
+            process = script.start_launch(words, self.job.command(values), environ, log, [lock])
         for host, taken in place.items():
             self.free[host] -= {*taken}
-        self.running.append(Running(trial, values, own, place, process, log))
+        self.running.append(Running(trial, own, place, process, log))
         if self.stopped_by:  # a signal arrived since the last check
             process.send_signal(signal.SIGTERM)
         processes.say(f"sweep: trial {trial.number}: {values_in_words(values)} on {in_words(place)}")
@@ -214,48 +189,33 @@ class Sweep:
         full = {YIELDING: "1"} if most >= len(os.sched_getaffinity(0)) else {}
         return {**full, **os.environ, HOST_SLOTS: str(most)}
 
-    # ---- ending ---------------------------------------------------------------------------------------------------
-
     def _end(self, one: Running, code: int) -> None:
-        """Frees the slots of a trial and records its result."""
+        """Frees the slots of a trial and records its result; one that a signal ended is resumed by the next sweep."""
         self.running.remove(one)
         for host, taken in one.place.items():
             self.free[host] |= {*taken}
         if code < 0 or code in ASKED_TO_STOP:
-            if not self.stopped_by:
-                time.sleep(SETTLE_S)
-            if self.stopped_by:
-                return  # resumed when the sweep is
-        self._judge(one, code)
-
-    def _judge(self, one: Running, code: int) -> None:
-        runs = script.runs_in(one.folder)
-        epochs = epochs_of(runs, self.job.objective)
-        value = epochs[-1][1] if epochs else None
-        facts: dict[str, Any] = {
-            "epochs": epochs[-1][0] if epochs else 0,
-            "seconds": round(time.monotonic() - one.began_s, 3),
-            "where": in_words(one.place),
-        }
-        reason = ""
+            processes.say(f"sweep: trial {one.trial.number} was stopped: the same command goes on")
+            return
+        epochs: list[Any] = []
+        for run in script.runs_in(one.folder):
+            epochs += run.epochs
+        objective, value, reason = self.job.objective, None, ""
         if code:
             reason = script.reason_of(one.log, code)
-        elif not runs:
-            reason = "it has recorded no epoch: expected a script that calls ringtrain.fit"
         elif not epochs:
-            reason = f"it has no {self.job.objective}: {nearest(self.job.objective, script.metrics_of(runs[-1]))}"
-        elif value is None or not math.isfinite(value):
-            reason = f"its last epoch has no {self.job.objective}"
-        said = f"sweep: trial {one.trial.number} after {facts['epochs']} epochs, {facts['seconds']:.1f} s"
-        if reason:
-            self.study.finish(one.trial, "failed", reason=reason, **facts)
-            processes.say(f"{said}: failed: {reason}")
+            reason = "it has recorded no epoch: expected a script that calls ringtrain.fit"
+        elif objective not in epochs[-1]:
+            reason = f"it has no {objective}: {nearest(objective, [*epochs[-1]])}"
         else:
-            self.study.finish(one.trial, "complete", value, **facts)
-            processes.say(f"{said}: {self.job.objective} {number_text(value)}")
-
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            value = epochs[-1][objective]
+            if value is None or not math.isfinite(value):
+                value, reason = None, f"its last epoch has no {objective}"
+        seconds = round(time.monotonic() - one.began_s, 3)
+        facts = {"epochs": len(epochs), "seconds": seconds, "where": in_words(one.place), "reason": reason}
+        self.study.finish(one.trial, value, **facts)
+        result = f"failed: {reason}" if reason else f"{objective} {number_text(value)}"
+        processes.say(f"sweep: trial {one.trial.number} after {len(epochs)} epochs, {seconds:.1f} s: {result}")
 
 
 @contextlib.contextmanager
@@ -273,46 +233,11 @@ def held(path: Path) -> Iterator[int | None]:
         os.close(descriptor)
 
 
-def claim(path: Path, own: Mapping[str, Any]) -> None:
-    """Records the settings that a folder belongs to, or checks that they match those on record."""
-    own = json.loads(json.dumps(own))
-    if not path.exists():
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(path)
-    try:
-        known = dict(parse_json(path.read_text(encoding="utf-8")))
-    except INVALID:
-        raise LaunchError(f"{path}: expected a JSON object that says what the folder is for: delete it") from None
-    for name in {**known, **own}:
-        if known.get(name) != own.get(name):
-            raise LaunchError(
-                f"{path.parent}: holds a sweep whose {name} is {known.get(name)}, got {own.get(name)}: give another"
-                " --folder, or delete it"
-            )
-
-
-def epochs_in(path: Path, monitor: str) -> list[tuple[int, float | None]]:
-    """Reads epochs, from 1, with their monitored value; incomplete lines are skipped."""
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(*INVALID):
-            record = parse_json(line)
-            value = record[monitor]
-            found.append((int(record["epoch"]), None if value is None else float(value)))
-    return found
-
-
-Place = Mapping[str, tuple[int, ...]]
-"""slot numbers by host"""
-
-
 def allot(free: Mapping[str, Collection[int]], num_ranks: int) -> Place:
-    """Allocates slots on the fullest host where a trial fits, else on the fewest hosts; empty if too few are free."""
-    fitting = [name for name, slots in free.items() if len(slots) >= num_ranks]
-    if fitting:
-        name = min(fitting, key=lambda name: len(free[name]))
-        return {name: tuple(sorted(free[name])[:num_ranks])}
+    """Allocates slots on the first host where a trial fits, else on the fewest hosts; empty if too few are free."""
+    for name, slots in free.items():
+        if len(slots) >= num_ranks:
+            return {name: tuple(sorted(slots)[:num_ranks])}
     place, left = {}, num_ranks
     for name, slots in sorted(free.items(), key=lambda one: -len(one[1])):
         if left and slots:
@@ -323,7 +248,7 @@ def allot(free: Mapping[str, Collection[int]], num_ranks: int) -> Place:
 
 def words_of(place: Place, hosts: Sequence[Host]) -> list[str]:
     """Options of ringtrain launch for a placement."""
-    used = [Host(host.name, max(numbers(host)) + 1) for host in hosts if host.name in place]
+    used = [Host(host.name, max(slots_of(host)) + 1) for host in hosts if host.name in place]
     chosen = []
     for host in used:
         name, _, _ = str(host).rpartition(":")
@@ -331,7 +256,7 @@ def words_of(place: Place, hosts: Sequence[Host]) -> list[str]:
     return ["-H", ",".join(map(str, used)), "--include", ",".join(chosen)]
 
 
-def numbers(host: Host) -> Sequence[int]:
+def slots_of(host: Host) -> Sequence[int]:
     """Slot numbers of a host."""
     return host.indices or range(host.slots)
 
@@ -347,11 +272,7 @@ def values_in_words(values: Mapping[str, Any]) -> str:
 
 
 def number_text(value: Any) -> str:
-    """Formats a value with few characters."""
+    """Formats a value with few characters; None is empty."""
     if isinstance(value, float):
         return f"{value:.5g}"
-    if value is None:
-        return ""
-    if isinstance(value, tuple | list):
-        return json.dumps(value)
-    return str(value)
+    return "" if value is None else str(value)

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-NUMBER = re.compile(
-    r"^[-+]?[\d.,]+(e[-+]?\d+)?( ?(%|s|ms|us|min|h|images/s|rows/s|batches/s|times|MB|GB))?( [(\[].*)?$"
-)
-"""cell of a column of numbers, also with its spread"""
 
 
 @dataclass(frozen=True)
@@ -24,16 +14,11 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     title: str = ""
-    folded: bool = False
-    """collapsed in HTML until opened by the reader"""
-
-    def is_number(self, column: int) -> bool:
-        """True for a column of numbers only, which is right-aligned."""
-        return all(not row[column] or NUMBER.match(row[column]) for row in self.rows)
 
     def show(self) -> None:
-        """Prints to standard output."""
+        """Prints to standard output; columns of numbers, but the first, are right-aligned."""
         from rich import box
+        from rich.console import Console
         from rich.table import Table as RichTable
         from rich.text import Text
 
@@ -41,14 +26,16 @@ class Table:
 
         table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
         for column, name in enumerate(self.head):
-            is_number = column > 0 and self.is_number(column)
+            is_number = column > 0 and all(row[column][:1] in "-0123456789" for row in self.rows)
             table.add_column(Text(printable(name)), justify="right" if is_number else "left")
         for row in self.rows:
             table.add_row(*(Text(printable(cell), overflow="fold") for cell in row))
-        printed = console()
+        console = Console()
+        if not sys.stdout.isatty():
+            console = Console(force_terminal=False, color_system=None, width=10_000)  # no line is broken
         if self.title:
-            printed.print(Text(self.title, style="italic"))
-        printed.print(table)
+            console.print(Text(self.title, style="italic"))
+        console.print(table)
 
 
 def number(value: float) -> str:
@@ -56,19 +43,3 @@ def number(value: float) -> str:
     if 1000 <= abs(value) < 1e7:
         return f"{value:,.0f}"
     return f"{value:.4g}"
-
-
-def counted(number: int, noun: str) -> str:
-    """Formats as e.g. "1 rank" or "2 ranks"."""
-    if number == 1:
-        return f"{number} {noun}"
-    return f"{number} {noun}s"
-
-
-def console() -> Console:
-    """Console on standard output; without colors, control characters and line breaks unless that is a terminal."""
-    from rich.console import Console
-
-    if sys.stdout.isatty():
-        return Console()
-    return Console(force_terminal=False, color_system=None, width=10_000)

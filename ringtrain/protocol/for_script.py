@@ -37,13 +37,12 @@ class ForScript:
     """largest number of steps of an epoch; 0: as the script has it"""
     ranks: int = 0
     """number of ranks that `batch_per_rank` multiplies by; 0: of those that train"""
-    parts: int = 1
-    """number of parts of each batch, of which only the first is trained: a negative control"""
     observer: str = ""
-    """module:function, called with name, model, arguments and options of each `fit`; returns callbacks to add to it"""
+    """module:function of the name of each `fit`, which returns a callback to add to it"""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+    def variables(self) -> dict[str, str]:
+        """Environment variables with which ranks read it."""
+        return {FOR_SCRIPT: json.dumps(asdict(self))}
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> ForScript:
@@ -86,8 +85,7 @@ class Tuned:
 
     def variables(self) -> dict[str, str]:
         """Variables of the ranks, from which the script reads them."""
-        for_script = ForScript(by=self.by, options=self.options, trial=self.trial)
-        return {FOR_SCRIPT: for_script.to_json()}
+        return ForScript(by=self.by, options=self.options, trial=self.trial).variables()
 
 
 def trial() -> Mapping[str, Any]:

@@ -79,7 +79,6 @@ def _job(process: Process, source: ScriptSource) -> Job:
     batch_size = arguments.batch_size or data.BATCH_SIZE
     if arguments.batch_per_rank:
         batch_size *= size
-    batch_size = max(1, batch_size // arguments.parts)  # a command may want only the first part of each
 
     # The data first: the model is built for the shapes of their rows.
     train, test = data.inputs(arguments, batch_size)

@@ -1,6 +1,6 @@
 """Runs a command on the first of several hosts that this machine makes of itself, with links of a rate. Needs root.
 
-    python tests/cluster/on_hosts.py --rate 100 -- ringtrain bench allreduce -H host1:1,host2:1 --sizes 1KiB..16MiB
+    python tests/cluster/on_hosts.py --rate 100 -- ringtrain bench allreduce -H host1:1,host2:1 --sizes 1KiB,16MiB
 
 Exits as the command does; the hosts go with it.
 """

@@ -9,19 +9,17 @@ from pathlib import Path
 import launching
 
 TIMEOUT_S = 600  # far above what this takes
-SIZE = 2**20
+RATE = 200
+"""Mbit/s of the link"""
 
 
-def test_no_allreduce_sends_less_than_a_ring_so_that_none_has_more_bandwidth_than_the_link(lab_possible, tmp_path):
-    """Bus bandwidth is a ring's bytes over time: with as many bytes on the wire it cannot be above the link's rate."""
+def test_no_allreduce_has_more_bandwidth_than_the_link(lab_possible, tmp_path):
+    """Bus bandwidth is a ring's bytes over time: no library sends fewer bytes."""
     out = tmp_path / "allreduce.json"
-    bench = ["ringtrain", "bench", "allreduce", "-H", "host1:1,host2:1", "--sizes", "1MiB", "--turns", "1"]
+    bench = ["ringtrain", "bench", "allreduce", "-H", "host1:1,host2:1", "--sizes", "4MiB", "--turns", "1"]
     script = Path(__file__).with_name("on_hosts.py")
-    told = [sys.executable, script, "--rate", "200", "--", *bench, "--repeats", "1", "--out", out]
-    ended = launching.run(0, told, TIMEOUT_S)
+    ended = launching.run(0, [sys.executable, script, "--rate", str(RATE), "--", *bench, "--out", out], TIMEOUT_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    wire = {one["method"]: one["wire_bytes"] / SIZE for one in json.loads(out.read_text())["results"]}
-    assert wire.pop("memory copy") < 0.01
-    assert wire.pop("link") > 0.49  # hosts send in turns
-    assert set(wire) == {"MPI_Allreduce", "ring in NumPy", "Horovod over MPI", "Horovod over Gloo"}
-    assert all(1 <= share < 2.5 for share in wire.values()), wire
+    found = {one["method"]: one["bus_gb_per_s"]["median"] for one in json.loads(out.read_text())["results"]}
+    assert set(found) == {"MPI_Allreduce", "ring in NumPy", "Horovod over MPI", "Horovod over Gloo"}
+    assert all(0 < rate < 1.1 * RATE / 8e3 for rate in found.values()), found

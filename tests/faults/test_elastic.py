@@ -33,7 +33,6 @@ from launching import BIN, ROOT, run, warm_python
 from recording import RECORDS, WRONG, recorded_s, trained_by_epoch
 
 from ringtrain.monitor import journal
-from ringtrain.protocol.env import FOR_SCRIPT
 from ringtrain.protocol.for_script import ForScript
 
 sys.path.append(str(ROOT / "tests" / "cluster"))
@@ -315,7 +314,7 @@ def test_deaths_cost_a_text_classifier_of_fit_a_step_and_no_bit(
 
     def of_script(folder: Path) -> dict[str, str]:
         options = {"run.directory": str(folder), "train.virtual_ranks": 4}
-        return {FOR_SCRIPT: ForScript(by="test", options=options).to_json()}
+        return ForScript(by="test", options=options).variables()
 
     script = [Path(__file__).parent / "killed_text.py", str(epochs)]
     elastic = start("localhost:3\n", program=script, environ=of_script(tmp_path))

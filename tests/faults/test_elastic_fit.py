@@ -25,7 +25,7 @@ PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SCRIPT.parent)])}
 
 
 def told(folder: Path, **options: object) -> dict[str, str]:
-    return {FOR_SCRIPT: ForScript(by="test", options={"run.directory": str(folder), **options}).to_json()}
+    return ForScript(by="test", options={"run.directory": str(folder), **options}).variables()
 
 
 def elastic(

@@ -25,29 +25,25 @@ def bench(*words: object):
 def test_train_measures_two_ways_in_turns(tmp_path):
     out = tmp_path / "train.json"
     small = ["--data.name", "synthetic", "--data.num-samples", 512, "--data.image-size", 8, "--model.name", "mlp"]
-    ended = bench(
-        "train", *LAUNCH, "--ranks", "1,2", "--steps", 5, "--out", out, "--", *small, "--train.batch-size", 16
-    )
+    ended = bench("train", *LAUNCH, "--steps", 5, "--out", out, "--", *small, "--train.batch-size", 16)
     assert "ring efficiency" in ended.stdout and "mlp, synthetic, batch 16 on each of 2 ranks" in ended.stdout
     record = json.loads(out.read_text())
-    assert record["git_revision"] == consistency.git_revision(ROOT) and record["machine"]["versions"]["keras"]
+    assert record["git_revision"] == consistency.git_revision(ROOT) and record["versions"]["keras"]
     results = record["results"]
     assert results["num_ranks"] == 2 and results["ring_efficiency"]["repeats"] == 2
-    assert [row["num_ranks"] for row in results["scaling"]] == [1, 2]
-    assert results["scaling"][1]["images_per_s"] == results["images_per_s"]
 
 
 def test_allreduce_measures_every_library_and_checks_its_sums(tmp_path):
     out = tmp_path / "allreduce.json"
-    few = ["--sizes", "1KiB,256KiB", "--turns", 1, "--repeats", 1]
+    few = ["--sizes", "1KiB,256KiB", "--turns", 1]
     ended = bench("allreduce", "-H", "localhost:2", *few, "--out", out)
     results = json.loads(out.read_text())["results"]
-    methods = ["MPI_Allreduce", "ring in NumPy", "memory copy", "Horovod over MPI", "Horovod over Gloo"]
+    methods = ["MPI_Allreduce", "ring in NumPy", "Horovod over MPI", "Horovod over Gloo"]
     assert [one["method"] for one in results] == 2 * methods
-    assert [one["bytes"] for one in results] == 5 * [2**10] + 5 * [2**18]
+    assert [one["bytes"] for one in results] == 4 * [2**10] + 4 * [2**18]
     assert all(method in ended.stdout for method in methods) and "256 KiB" in ended.stdout
     by_method = {one["method"]: one for one in results}
-    assert by_method["MPI_Allreduce"]["speed"]["median"] == 1 and by_method["memory copy"]["speed"] is None
+    assert by_method["MPI_Allreduce"]["speed"]["median"] == 1
     horovod = by_method["Horovod over Gloo"]
     assert horovod["bus_gb_per_s"]["p90"] == pytest.approx(2**18 / horovod["seconds"]["p10"] / 1e9)
 
@@ -74,7 +70,7 @@ def test_bad_input_is_one_line(capsys):
         (["train", "--", "python", "own.py"], "got python after --, expected options of ringtrain.train"),
         (["launch"], "got launch, expected one of allreduce, train"),
         (["allreduce", "--sizes", "1kB"], "got --sizes 1kB, expected sizes such as"),
-        (["allreduce", "--libraries", "nccl"], "got --libraries nccl, expected some of mpi,horovod-mpi,horovod-gloo"),
+        (["allreduce", "--dry-run"], "unrecognized arguments: --dry-run"),
     ):
         assert cli.main(["bench", *words]) == 2
         (line,) = capsys.readouterr().err.splitlines()

@@ -39,7 +39,7 @@ def prove(folder: Path, *options: str, code: int = 0) -> tuple[dict[str, tuple[b
 def test_a_right_job_passes(tmp_path: Path) -> None:
     found, shown = prove(tmp_path, *TRAIN, *DATA, "--model.name", "proved:model")
     assert {holds for holds, _ in found.values()} == {True} and f"{len(found)} of {len(found)} hold" in shown
-    assert len(found) == 7
+    assert len(found) == 6
 
 
 def test_a_random_layer_outside_of_the_seeds_is_named(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_script_passes_as_it_is(tmp_path: Path) -> None:
     """Its runs are in the folder of the proof, and have another length than the script asks for."""
     found, _ = prove(tmp_path, "python", SCRIPT)
     assert {holds for holds, _ in found.values()} == {True}, found
-    assert len(found) == 7
+    assert len(found) == 6
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["prove"]
 
 

@@ -51,7 +51,7 @@ def test_tensorflow_is_loaded_unless_it_shall_not_be(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("warm", [True, False])
 def test_trainers_that_a_program_starts_fork_as_well_and_nothing_else_does(warm: bool, tmp_path: Path) -> None:
     (tmp_path / "loaded.py").write_text("import sys\nprint('tensorflow' in sys.modules)\nsys.exit(7)\n")
-    program = f"{sys.executable} -m ringtrain.lab.ranks loaded:any {{}} out --; echo $?; {sys.executable} -m loaded"
+    program = f"{sys.executable} -m ringtrain.lab.ranks loaded:any [] out; echo $?; {sys.executable} -m loaded"
     ended = run(0, ["sh", "-c", program], TIMEOUT_S, {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}, warm=warm)
     assert ended.stdout.split() == [str(warm), "7", "False"], ended.stderr
 

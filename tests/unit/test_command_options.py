@@ -94,12 +94,12 @@ def test_a_mistake_is_named(words: list[str], said: str) -> None:
 
 def test_the_help_is_below_the_field_with_its_default() -> None:
     parser = Parser(prog="p")
-    add(parser, options_of(Own).values(), hidden=["pair"])
+    add(parser, options_of(Own).values())
     text = " ".join(parser.format_help().split())
     assert "how many, in two lines --mode {a,b}" in text, "a default of None is not shown"
     assert "of two (default: a)" in text and "--dry do nothing" in text
     assert "--part.fast, --part.no-fast with 100 % of all cores (default: True)" in text
-    assert "--pair" not in text.partition("options:")[2] and parsed(*WORDS)["pair"] == [4, 5]
+    assert parsed(*WORDS)["pair"] == [4, 5]
 
 
 def test_every_option_of_launch_and_doctor_has_a_help() -> None:

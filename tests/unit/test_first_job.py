@@ -25,7 +25,7 @@ def test_init_writes_a_configuration_that_has_what_it_says(tmp_path: Path, capsy
     out = capsys.readouterr().out
     config, job = folder / "config.toml", folder / "job.py"
     assert out.splitlines()[:2] == [str(config), str(job)]
-    assert out.endswith(f"  cd '{folder}' && ringtrain train -np 2 --config config.toml\n")
+    assert out.endswith("\n  ringtrain train -np 2 --config config.toml\n")
     assert changed_options(config_io.read_toml(config)) == dict(VALUES)
     text = config.read_text()
     assert max(map(len, text.splitlines())) <= 120
@@ -93,7 +93,7 @@ def test_runs_are_listed_newest_first(many: Path, capsys: pytest.CaptureFixture[
         *("run", "state", "steps", "test accuracy", "test loss", "accuracy", "speed", "goodput", "ranks", "started"),
     ]
     assert cells[1] == ["third", "killed", "0"]
-    assert cells[3][:7] == ["first", "complete", "30", "50.00 %", "0.3333", "65.00 %", "2,000 rows/s"]
+    assert cells[3][:7] == ["first", "complete", "30", "0.5", "0.3333", "0.65", "2,000 rows/s"]
     assert cells[2][6] == "3,704 rows/s", "the last epoch's, as there is no summary"
 
 
@@ -103,7 +103,7 @@ def test_runs_as_json_have_all_metrics_and_null_for_nan(many: Path, capsys: pyte
     assert cli.main(["runs", str(many), "--json"]) == 0
     third, second, _ = json.loads(capsys.readouterr().out)
     assert third["metrics"] == {"test_auc": None, "test_loss": 0.5}
-    assert (third["state"], third["global_step"], third["started_s"]) == ("stopped", 7, None)
+    assert (third["state"], third["global_step"], third["started_s"]) == ("killed", 7, None)
     assert second["metrics"]["test_accuracy"] == 0.5
     assert second["metrics"].keys() == {"loss", "accuracy", "test_loss", "test_accuracy"}
 
@@ -123,13 +123,13 @@ def test_a_run_folders_name_commands_no_terminal(
 
 def test_a_run_whose_lock_is_held_is_running(many: Path) -> None:
     folder = many / "first"
-    assert runs.facts(folder)["state"] == "complete"
+    assert runs.facts_of(runs.read(folder))["state"] == "complete"
     lock = RunLock()
     lock.take(folder)
-    assert runs.facts(folder)["state"] == "running"
+    assert runs.facts_of(runs.read(folder))["state"] == "running"
     assert is_locked(folder), "asking leaves the lock alone"
     lock.release()
-    assert runs.facts(folder)["state"] == "complete"
+    assert runs.facts_of(runs.read(folder))["state"] == "complete"
     assert runs.newest(many) == folder, "it was started last"
 
 
@@ -155,7 +155,7 @@ def test_a_folder_without_runs_is_one_line(tmp_path: Path, capsys: pytest.Captur
     monkeypatch.chdir(tmp_path)
     for words in (["runs"], ["report"]):
         assert cli.main(words) == 2
-        said = f"ringtrain: {tmp_path}/runs: does not exist: change to the directory in which the job was started"
+        said = f"ringtrain: {tmp_path}/runs: holds no runs: change to the directory in which the job was started"
         assert capsys.readouterr().err.startswith(said)
     assert cli.main(["runs", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []

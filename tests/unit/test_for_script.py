@@ -15,7 +15,8 @@ from ringtrain.protocol.for_script import ForScript, Tuned
 
 def test_a_trial_is_empty_outside_of_a_sweep_and_read_only_within_one(monkeypatch):
     assert dict(ringtrain.trial()) == {}
-    monkeypatch.setenv(FOR_SCRIPT, ForScript(by="ringtrain sweep", trial={"units": 8, "name": "a"}).to_json())
+    variables = ForScript(by="ringtrain sweep", trial={"units": 8, "name": "a"}).variables()
+    monkeypatch.setenv(FOR_SCRIPT, variables[FOR_SCRIPT])
     values = ringtrain.trial()
     assert dict(values) == {"units": 8, "name": "a"}
     with pytest.raises(TypeError):
@@ -42,9 +43,5 @@ def test_a_file_of_settings_has_the_variables_of_later_launches(tmp_path, capsys
     assert cli.main([*launch, str(path), "python", "own.py"]) == 0
     assert FOR_SCRIPT in capsys.readouterr().out
     path.write_text("[launch]")
-    for words, text in (
-        ([*launch, str(path), "python", "own.py"], "expected the file best.json that ringtrain sweep has written"),
-        (["bench", "train", "--tuned", str(path)], "leave out --tuned, which is for ringtrain launch"),
-    ):
-        assert cli.main(words) == 2
-        assert text in capsys.readouterr().err
+    assert cli.main([*launch, str(path), "python", "own.py"]) == 2
+    assert "expected the file best.json that ringtrain sweep has written" in capsys.readouterr().err

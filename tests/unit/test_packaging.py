@@ -54,7 +54,7 @@ def test_the_same_files_give_the_same_bytes(tmp_path: Path) -> None:
     (sdist,) = (content for name, content in built[0].items() if name.endswith(".tar.gz"))
     packed = set(zipfile.ZipFile(io.BytesIO(wheel)).namelist())
     expected = {str(path.relative_to(source)) for path in (source / "ringtrain").rglob("*") if path.is_file()}
-    assert {"ringtrain/py.typed", "ringtrain/train.py", "ringtrain/lab/page.css"} <= expected
+    assert {"ringtrain/py.typed", "ringtrain/train.py"} <= expected
     assert expected <= packed
     with tarfile.open(fileobj=io.BytesIO(sdist)) as tar:
         names = {member.name.partition("/")[2] for member in tar if member.isfile()}

@@ -32,8 +32,7 @@ from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.plans import mpirun
 from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import CheckpointError, ConfigError, HostsError, LaunchError, RunDirectoryError
-from ringtrain.lab import postmortem, runs
-from ringtrain.lab import sweep_trials as trials
+from ringtrain.lab import postmortem, runs, sweep
 from ringtrain.monitor import journal, trace
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT, MARK, PLAN
@@ -120,7 +119,7 @@ def read_journal(text: str, folder: Path) -> None:
     assert events, "the other line is whole"
     postmortem.verdict(events)
     for event in events:
-        postmortem.in_words(event)
+        postmortem.facts_of(event)
         time.localtime(event["time_s"])
 
 
@@ -145,14 +144,13 @@ def read_manifest(text: str, folder: Path) -> None:
 
 
 def read_claim(text: str, folder: Path) -> None:
-    path = written(folder, "summary.json", text)
-    trials.claim(path, {"a": 1})
+    written(folder, "sweep.json", text)
+    sweep.claim(folder, {"a": 1})
 
 
 def read_summary(text: str, folder: Path) -> None:
-    path = written(folder, "summary.json", text)
-    runs.state_of(runs.read(folder))
-    trials.epochs_in(path, "accuracy")
+    written(folder, "summary.json", text)
+    runs.read(folder)
 
 
 def read_records(text: str, folder: Path) -> None:

@@ -45,9 +45,9 @@ def test_what_is_missing_or_torn_is_no_hindrance(tmp_path: Path, capsys: pytest.
     whole = journal.path_of(tmp_path, 0)
     whole.write_bytes(whole.read_bytes()[:-20] + b"\xff\n{}\n[]\n17\n")
     journal.path_of(tmp_path, 1).unlink()
-    assert verdict(journal.read(tmp_path))[0] == "started 3 times, not complete; no journal of rank 1"
+    assert verdict(journal.read(tmp_path))[0] == "started 3 times, not complete; no journal of ranks 1"
     assert cli.main(["report", str(tmp_path), "--post-mortem"]) == 0
-    assert "checkpoint; training waited 0.100 s" in capsys.readouterr().out
+    assert "global_step 12, stall_s 0.1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stopped_by", ["SIGTERM", "train.max_time_s"])

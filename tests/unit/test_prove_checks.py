@@ -17,7 +17,7 @@ KINDS = {"0": "weights", "1": "weights", "2": "momentum"}
 
 def outcome(folder: Path, *epochs: dict[str, Any], code: int = 0) -> Outcome:
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(epoch)}\n" for epoch in epochs))
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps({'global_step': 1} | epoch)}\n" for epoch in epochs))
     return Outcome(folder, "failed" if code else "", code)
 
 

@@ -223,10 +223,9 @@ def test_data_are_shown_and_converted(kind: str, tmp_path: Path, capsys: pytest.
     assert COLUMNS[kind][0] in capsys.readouterr().out
     for seed in ([], ["--seed", "1"]):
         target = tmp_path / f"parquet{len(seed)}"
-        words = ["data", "convert", str(folder), "--to", str(target), "--rows", "16", *seed]
+        words = ["data", "convert", str(folder), "--to", str(target), *seed]
         assert cli.main(words) == 0
         assert cli.main(words) == 2  # it exists
-        assert [path.name for path in sorted(target.iterdir())] == ["part-00000.parquet"]
         inputs, target_column = COLUMNS[kind]
         rows = [
             [
@@ -238,7 +237,6 @@ def test_data_are_shown_and_converted(kind: str, tmp_path: Path, capsys: pytest.
         ]
         assert sorted(rows[0]) == sorted(rows[1])
         assert (rows[0] == rows[1]) == (not seed)
-    shutil.rmtree(target)
 
 
 def test_files_of_other_kinds_are_not_converted(tmp_path: Path) -> None:

@@ -101,18 +101,17 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     text = "\n".join(seen.text)
     assert seen.seen.count("figure") == 4 and "i" not in seen.seen
     for said in (
-        *("<i>run & co", NASTY, "started 2 times, complete", "50.00 %", "2,000 rows/s"),
+        *("<i>run & co", NASTY, "started 2 times, complete", "0.5", "2,000 rows/s"),
         *(
             "start 2",
-            "loss, logarithmic",
-            "accuracy, %",
+            "loss",
+            "accuracy",
             "3.00 ms",
             "15.00 ms",
-            "mean step of each rank",
             "3.15.1",
             "epoch",
         ),
-        *("started again, or ranks came or went", "far", "2.5", "equal, abc"),
+        *("far", "2.5", "equal, abc"),
     ):
         assert said in text, said
     assert "data.name" in text and "optimizer.learning_rate" not in text, "only options that are not at their defaults"
@@ -150,7 +149,7 @@ def test_runs_side_by_side_show_what_differs(tmp_path: Path) -> None:
     text = "\n".join(page_of(*folders).text)
     configuration = text.split("Configuration")[1].split("Versions and hosts")[0]
     assert re.findall(r"\w+\.\w+_\w+", configuration) == ["optimizer.learning_rate"]
-    assert str(folders[1]) in text and "no summary.json: the run is not complete" in text
+    assert str(folders[1]) in text
     assert "0.001\n0.5\n" in configuration and "steps\n30\n20\n" in text
 
 
@@ -160,16 +159,11 @@ def test_a_run_that_has_hardly_begun(tmp_path: Path, capsys: pytest.CaptureFixtu
     (folder / "config.toml").write_text("seed = 0\n[data]\nname = 'digits'\n[gone]\nwith = 'another version'\n")
     seen = page_of(folder)
     text = "\n".join(seen.text)
-    for file in ("metrics.jsonl: no epoch", "steps.jsonl", "summary.json", "journals"):
-        assert f"no {file}" in text
     assert "figure" not in seen.seen and "another version" in text
     (folder / "metrics.jsonl").write_text('{"global_step": 1, "epo')
     (folder / "summary.json").write_text("{")
     (folder / "config.toml").write_text("torn = '")
     page_of(folder)
-    record = {"epoch": 1, "global_step": 5, "loss": 3.0, "images_per_s": 9.0}
-    (folder / "steps.jsonl").write_text(json.dumps(record))
-    assert page_of(folder).seen.count("figure") == 2
     capsys.readouterr()
 
 

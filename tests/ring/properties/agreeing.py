@@ -222,32 +222,3 @@ def _fit_checked(callbacks):
 def _trained():
     model = small.build()
     return small.train(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), small.shares(2))
-
-
-def _proved(loss):
-    keras.utils.set_random_seed(3)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6, "relu"), keras.layers.Dropout(0.5)])
-    model.add(keras.layers.Dense(2))
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam()), loss)
-    draw = np.random.default_rng(0)
-    x, y = draw.normal(size=(4 * hvd.size(), 4)), draw.normal(size=(4 * hvd.size(), 2))
-    before = model.get_weights()
-    try:
-        return hvd.prove(model, (x, y))
-    finally:
-        assert all((one == other).all() for one, other in zip(before, model.get_weights(), strict=True))
-
-
-def a_script_of_ones_own_is_proved():
-    found = _proved("mse")
-    assert len(found) == 3 and found["updates get gradients"] == "averaged"
-
-
-def a_loss_that_is_no_mean_is_found():
-    """The negative control."""
-    try:
-        _proved(keras.losses.MeanSquaredError(reduction="sum"))
-    except OutOfSync as error:
-        assert "no mean over rows" in str(error)
-    else:
-        raise AssertionError("a sum over rows has passed")
