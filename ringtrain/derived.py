@@ -219,7 +219,7 @@ def without_effect(config: Config) -> list[str]:
 
 
 def counted(data_name: str, samples_per_step: int) -> str:
-    """What the samples of a run are: images, rows, or whole batches of data whose rows are not known before."""
+    """Word for the samples of a run: images, rows, or whole batches of data whose rows are not known before."""
     if data_name in IMAGES:
         return "images"
     if samples_per_step == 1 and data_name not in WITH_ROWS:
