@@ -31,8 +31,8 @@ def show(folder: Path) -> None:
         print(journal.printable(line))
     rows = []
     for event in events:
-        if event["event"] == "time" or (event["event"] == "save" and event.get("rank")):
-            continue  # all ranks save
+        if event["event"] == "time":
+            continue
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time_s"]))
         rows.append([when, str(event.get("rank", "?")), str(event.get("host", "?")), event["event"], facts_of(event)])
     tables.Table(["time", "rank", "host", "event", "facts"], rows).show()

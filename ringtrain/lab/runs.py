@@ -7,7 +7,6 @@ import json
 import re
 import time
 import tomllib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from ringtrain.run.run_folder import NO_METRICS, is_locked, plain
 
 RUNS = "runs"
 MAX_METRICS = 3
-"""number of metrics with a column, those of most runs"""
+"""number of metrics with a column"""
 FILES = ("config.toml", "metrics.jsonl", "steps.jsonl", "summary.json")
 Record = dict[str, Any]
 
@@ -48,11 +47,11 @@ def main(options: Options) -> int:
         return 0
     if not runs:
         raise _none_in(parent)
-    # The metrics that most runs have, of these the ones on test data first, of these the ones besides the loss.
-    count: Counter[str] = Counter()
+    # The metrics on test data first, of these the ones besides the loss.
+    keys: dict[str, None] = {}
     for run in runs:
-        count.update(list(run["metrics"]))
-    metrics = sorted(count, key=lambda key: (-count[key], not key.startswith(("test_", "val_")), "loss" in key))
+        keys |= dict.fromkeys(run["metrics"])
+    metrics = sorted(keys, key=lambda key: (not key.startswith(("test_", "val_")), "loss" in key))
     cells = [cells_of(run, metrics[:MAX_METRICS]) for run in runs]
     Table([*cells[0]], [[*row.values()] for row in cells]).show()
     return 0

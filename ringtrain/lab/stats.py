@@ -51,10 +51,8 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> Spread
 
 def write(path: Path, options: Mapping[str, Any], results: Any) -> None:
     """Writes results as JSON, with the machine and versions; missing directories are created."""
-    versions = {}
-    for distribution in importlib.metadata.distributions():
-        if distribution.name in PACKAGES:
-            versions[distribution.name] = distribution.version
+    installed = importlib.metadata.distributions()
+    versions = {package.name: package.version for package in installed if package.name in PACKAGES}
     record = {
         "time_s": time.time(),
         "git_revision": git_revision(Path.cwd()),

@@ -148,7 +148,8 @@ def conclude(folder: Path, study: Study, job: TrialJob, options: Options) -> Non
     results |= {"direction": "minimize" if study.minimize else "maximize", "best": best[0].number if best else None}
     stats.write(folder / "results.json", vars(options), results)
     if not best:
-        raise LaunchError(f"none of {len(trials)} trials completed; e.g.: {trials[0].user_attrs.get('reason')}")
+        reason = trials[0].user_attrs.get("reason", "it was stopped")
+        raise LaunchError(f"none of {len(trials)} trials completed; e.g.: {reason}")
     winner = best[0]
     print(f"best: trial {winner.number}, {objective} {number_text(winner.value)}: {values_in_words(winner.params)}")
     print(f"  {job.write_best(folder / 'best.json', winner, options.ranks_per_trial)}")
