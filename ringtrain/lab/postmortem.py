@@ -93,11 +93,11 @@ def _outcome(start: Sequence[Event]) -> str:
     if failures:
         # If another rank failed first, Horovod's error reports only that.
         cause = min(failures, key=lambda event: (_is_consequence(event), event["time_s"]))
-        happened = "stalled" if cause["event"] == "stall" else "failed"
+        step, text = cause.get("global_step", last_step), _first_line(cause.get("text", ""))
+        if cause["event"] == "stall":
+            return f"{since}stalled at step {step}: {text}"
         who = f"rank {cause.get('rank')} on {cause.get('host')}"
-        kind = f"{cause['kind']}: " if "kind" in cause else ""
-        step = cause.get("global_step", last_step)
-        return f"{since}{happened} after step {step}: {who}: {kind}{_first_line(cause.get('text', ''))}"
+        return f"{since}failed after step {step}: {who}: {cause.get('kind')}: {text}"
     for event in start:
         if event["event"] == "end":
             stopped = f", stopped by {event['stopped_by']}" if event.get("stopped_by") else ""

@@ -41,7 +41,7 @@ def test_allreduce_measures_every_library_and_checks_its_sums(tmp_path):
     methods = ["MPI_Allreduce", "ring in NumPy", "Horovod over MPI", "Horovod over Gloo"]
     assert [one["method"] for one in results] == 2 * methods
     assert [one["bytes"] for one in results] == 4 * [2**10] + 4 * [2**18]
-    assert all(method in ended.stdout for method in methods) and "256 KiB" in ended.stdout
+    assert all(method in ended.stdout for method in methods) and "256KiB" in ended.stdout
     by_method = {one["method"]: one for one in results}
     assert by_method["MPI_Allreduce"]["speed"]["median"] == 1
     horovod = by_method["Horovod over Gloo"]
