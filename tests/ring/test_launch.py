@@ -266,6 +266,25 @@ def test_before_fit_rank_0_acts_alone_and_a_file_of_another_rank_is_explained(la
     assert advice.startswith("every rank runs the whole script")
 
 
+OUTLIVED = """
+import os, threading, time
+from ringtrain.protocol.failures import report_uncaught
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["HOROVOD_RANK"])
+report_uncaught(rank)
+threading.Thread(target=time.sleep, args=(600,)).start()
+if rank == 1:
+    raise ValueError("batch 3 is bad")
+"""
+
+
+def test_a_rank_that_fails_and_does_not_end_ends_the_job(launch) -> None:
+    """A thread of its script lives, for which Python waits."""
+    started = launch(*ringtrain("--grace", "1", "--", *python(OUTLIVED)))
+    code, stderr = started.end()
+    assert (code, stderr.splitlines()[-1]) == (1, "ValueError: batch 3 is bad")
+    assert started.left() == {}
+
+
 LEAVING = """
 import os, sys
 import ringtrain.hvd as hvd

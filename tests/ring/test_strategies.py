@@ -125,9 +125,15 @@ def test_what_the_ring_promises_holds_without_horovod_on_three_ranks(tmp_path: P
 
 BROKEN = """
 import sys
-from ringtrain.strategies.mirrored import SumReduction
+from ringtrain import strategies
+
+def make(config, crew=None, make=strategies.make):
+    from ringtrain.strategies.mirrored import SumReduction
+    SumReduction.__call__ = lambda self, gradients, variables, local: gradients
+    return make(config)
+
+strategies.make = make
 from ringtrain.train import main
-SumReduction.__call__ = lambda self, gradients, variables, local: gradients
 sys.exit(main())
 """
 

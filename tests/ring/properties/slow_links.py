@@ -130,3 +130,14 @@ def a_gradient_of_zeros_does_not_stop_the_iteration():
     (error,) = hvd.variables_of_one_rank(optimizer)
     assert np.abs(variable.numpy()[4:]).max() > 1
     assert np.abs(error.numpy() - variable.numpy() - np.sum(gradients, 0)).max() < 1e-4
+
+
+def frozen_weights_stay():
+    """Also with errors of earlier steps."""
+    model = small.build()
+    small.train(model, hvd.DistributedOptimizer(_adam(), compression=FULL), small.shares(4))
+    model.layers[0].trainable = False
+    kept = model.layers[0].kernel.numpy()
+    small.train(model, model.optimizer, small.shares(3))
+    assert (model.layers[0].kernel.numpy() == kept).all()
+    assert small.spread(model) == 0
