@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import json
 import os
 import shutil
 import signal
@@ -99,28 +98,6 @@ def run(
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-def train_each(
-    lines: Sequence[tuple[Path, *tuple[object, ...]]], timeout_s: float, env: Mapping[str, str] | None = None
-) -> list[subprocess.CompletedProcess[str]]:
-    """Runs the trainer in one process with each of several command lines, in forks that begin as it does: for refusals.
-
-    Args:
-        lines: for each a folder to start in, and the trainer's words.
-        timeout_s: for all of them.
-        env: as of run.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        program = [sys.executable, ROOT / "tests" / "support" / "each.py", folder]
-        ended = run(0, [*program, *(json.dumps([*map(str, line)]) for line in lines)], timeout_s, env, warm=True)
-        if ended.returncode:
-            raise RuntimeError(ended.stderr)
-        ends = []
-        for number, line in enumerate(lines):
-            code, *said = (Path(folder, f"{number}-{part}").read_text() for part in ("code", 1, 2))
-            ends.append(subprocess.CompletedProcess(line, int(code), *said))
-    return ends
-
-
 @functools.cache
 def warm_python() -> list[str | Path]:
     """What stands for sys.executable on a command line whose processes fork from a server, which this starts."""
@@ -155,6 +132,14 @@ def marked(mark: str) -> dict[int, str]:
             if f"{MARK}={mark}".encode() in (process / "environ").read_bytes():
                 found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
     return found
+
+
+def end_marked(mark: str) -> None:
+    """Kills all processes whose MARK has this value, and those that they start meanwhile."""
+    while found := marked(mark):
+        for process in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
 
 def _end_family(process: int) -> None:

@@ -117,7 +117,6 @@ from ringtrain.hvd.batch_norm import (
 )
 from ringtrain.hvd.collectives import (
     allgather,
-    allgather_bytes,
     allgather_object,
     allreduce,
     alltoall,

@@ -354,23 +354,6 @@ def gather_bytes(own: NDArray[np.uint8], name: str) -> NDArray[np.uint8] | None:
     return rows
 
 
-def allgather_bytes(own: NDArray[np.uint8], name: str) -> list[NDArray[np.uint8]]:
-    """Returns every rank's bytes, in rank order, sent in messages of limited size. A collective.
-
-    Args:
-        own: Shape (length,), of any length.
-        name: Name of the operation.
-    """
-    lengths = allgather_object(own.size, name=f"{name}_lengths")
-    rows = [np.empty(length, np.uint8) for length in lengths]
-    for begin, end in _pieces(max(lengths), len(lengths)):
-        received = allgather(own[begin:end], name=name).numpy()
-        for row in rows:
-            sent = row[begin:end]
-            sent[:], received = received[: sent.size], received[sent.size :]
-    return rows
-
-
 def scatter_bytes(rows: Sequence[NDArray[np.uint8]] | None, length: int, name: str) -> NDArray[np.uint8]:
     """Sends each rank its row of rank 0's bytes, the reverse of `gather_bytes`. A collective.
 

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from fit_alike import OUTPUT, SAME, KillAfter, Killed, X, Y, compiled, dense, distance, options, refused
+from fit_alike import OUTPUT, KillAfter, Killed, X, Y, compiled, dense, distance, options, refused
 from only import only
 
 import ringtrain
@@ -177,22 +177,3 @@ def a_cache_in_a_file_of_all_ranks() -> None:
     ringtrain.fit(ours, batches("ours"), validation_data=batches("held-out"), options=options(), **words)
     reference.fit(batches(f"reference-{hvd.rank()}"), **words)
     assert distance(ours, reference) < 1e-10
-
-
-@only(np=2)
-def large_arrays() -> None:
-    """They are read where they are, and a row that is another on one rank is seen."""
-    x, y = np.zeros((1000, 10_000)), np.resize(Y, (1000, 3))
-    x[:, :6] = np.resize(X, (1000, 6))
-
-    def fit() -> keras.Model:
-        inputs = keras.Input((10_000,))
-        model = compiled(keras.Model(inputs, dense()(inputs[:, :6])))
-        ringtrain.fit(model, x, y, options=options(), **SAME)
-        return model
-
-    reference = compiled(dense())
-    reference.fit(x[:, :6], y, **SAME)
-    assert distance(fit(), reference) < 1e-10
-    x[1] += hvd.rank()
-    refused("rank 1 has other training data than rank 0", fit)

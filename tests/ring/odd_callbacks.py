@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
 
 import keras
-import numpy as np
 
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
 
@@ -40,23 +38,26 @@ class ChangesAWeight(keras.callbacks.Callback):
             weight.assign(weight * 1.001)
 
 
+class Signals(keras.callbacks.Callback):
+    """Sends a signal to its own rank in step 26; a variable has rank and number of the signal."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        rank, number = map(int, os.environ["RINGTRAIN_TEST_SIGNAL"].split())
+        if rank == RANK and int(self.model.optimizer.iterations) == 26:
+            os.kill(os.getpid(), number)
+
+
+class InterruptsTwice(keras.callbacks.Callback):
+    """Sends Ctrl-C to its own process twice in the third step."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 class LocalMonitor(keras.callbacks.Callback):
     """Gives each rank another value of test_loss: rank 0's never gets better, rank 1's always does."""
 
     def on_epoch_end(self, epoch, logs=None):
         logs["test_loss"] = 1.0 if RANK == 0 else 1.0 / (epoch + 1)
-
-
-class StartsTheSameRun(keras.callbacks.Callback):
-    """Gives the run's own command while it trains, and prints what becomes of that."""
-
-    def on_epoch_end(self, epoch, logs=None):
-        if epoch == 0 and "STARTED_BY" not in os.environ:
-            command = [sys.executable, "-m", "ringtrain.train", *sys.argv[1:]]
-            env = os.environ | {"STARTED_BY": str(os.getpid())}
-            second = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-            print(f"second start: {os.getpid()} {second.returncode} {second.stderr}")
-
-
-def no_callback():
-    return np.zeros(3)

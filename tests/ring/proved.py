@@ -23,22 +23,9 @@ def shuffled() -> Any:
     return data(np.random.default_rng().permutation(1437))
 
 
-def divided() -> Any:
-    """Wrong: ringtrain divides the samples, too."""
-    return data(np.arange(1437)[hvd.rank() :: hvd.size()])
-
-
 def model(input_shape: tuple[int, ...], num_classes: int, *more: keras.layers.Layer) -> keras.Model:
     hidden = [keras.layers.Flatten(), *more, keras.layers.Dense(32, "relu")]
     return keras.Sequential([keras.Input(input_shape), *hidden, keras.layers.Dense(num_classes)])
-
-
-def dropping(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    return model(input_shape, num_classes, keras.layers.BatchNormalization(), keras.layers.Dropout(0.3))
-
-
-def synced(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    return model(input_shape, num_classes, hvd.SyncBatchNormalization())
 
 
 class Noise(keras.layers.Layer):
@@ -49,41 +36,6 @@ class Noise(keras.layers.Layer):
 def noisy(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     """Wrong: random numbers that no checkpoint holds."""
     return model(input_shape, num_classes, Noise())
-
-
-class Sum(keras.losses.Loss):
-    def call(self, y: Any, y_pred: Any) -> Any:
-        return (
-            tf.reduce_sum(
-                tf.square(tf.one_hot(tf.cast(tf.reshape(y, [-1]), tf.int32), 10, dtype=y_pred.dtype) - y_pred)
-            )
-            / 100
-        )
-
-
-def summed(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    """Wrong: its loss grows with the batch."""
-    made = model(input_shape, num_classes)
-    made.compile(keras.optimizers.SGD(0.01), Sum(reduction=None), metrics=["accuracy"])
-    return made
-
-
-class Largest(keras.metrics.Metric):
-    """Wrong: no sum over rows."""
-
-    def __init__(self) -> None:
-        super().__init__(name="largest")
-        self.largest = self.add_weight(initializer="zeros", name="largest")
-
-    def update_state(self, y: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.largest.assign(tf.maximum(self.largest, tf.cast(tf.reduce_max(y_pred), self.largest.dtype)))
-
-    def result(self) -> Any:
-        return self.largest.value + 0
-
-
-def largest() -> keras.metrics.Metric:
-    return Largest()
 
 
 class OnOneRank(keras.callbacks.Callback):

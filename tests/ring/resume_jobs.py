@@ -34,26 +34,6 @@ def _plain() -> keras.Model:
 
 
 @only(np=2)
-def metrics_of_another_run_begin_with_this_one() -> None:
-    """Its checkpoint within an epoch, given by its path, has the sums of other metrics."""
-
-    def fit(metrics: list[str], name: str, *callbacks: Any, **more: Any) -> dict[str, list[float]]:
-        config = options(checkpoint=CheckpointConfig(every_steps=1))
-        model = compiled(dense(), metrics=metrics)
-        more = {"name": name, "batch_size": 32, "epochs": 2, "verbose": 0, **more}
-        history: Any = ringtrain.fit(model, X, Y, callbacks=callbacks, options=config, **more)
-        return history.history
-
-    with contextlib.suppress(Killed):
-        fit(["mae"], "other-metrics", KillAfter(2))
-        raise AssertionError("was not killed")
-    saved = OUTPUT / f"runs-{hvd.size()}" / "other-metrics" / "checkpoints" / "step-00000002"
-    for metrics in (["mse"], ["mse", "mae"]):
-        history = fit(metrics, f"from-other-{len(metrics)}", resume=str(saved))
-        np.testing.assert_allclose(history["mse"], history["loss"], rtol=1e-6)
-
-
-@only(np=2)
 def a_run_goes_on_from_its_mirror() -> None:
     """Killed within an epoch on a host whose disk is then lost: the weights and files of a run that was not."""
     if importlib.util.find_spec("fsspec") is None:
@@ -124,20 +104,6 @@ def a_callback_ends_a_loss_of_nan_quietly() -> None:
     assert saved[-1] == "step-00000003", saved
 
 
-@only(np=2)
-def one_rank_that_stops_before_the_first_step_stops_all() -> None:
-    """After a step: the others wait for it until then."""
-
-    class Stops(keras.callbacks.Callback):
-        def on_train_begin(self, logs: Any = None) -> None:
-            self.model.stop_training = hvd.rank() == hvd.size() - 1
-
-    given = {"batch_size": 32, "epochs": 3, "verbose": 0, "name": "stops-before"}
-    history = ringtrain.fit(_plain(), X, Y, callbacks=[Stops()], options=options(health=AT_ONCE), **given)
-    summary = json.loads((history.run / "summary.json").read_text())
-    assert summary["stopped_by"] == "a callback" and history.epoch == [0], summary
-
-
 def seeds_go_on_with_another_number_of_ranks() -> None:
     """Begun by 2 ranks and continued by 3: no rank draws the numbers of its first epoch again, or another rank's."""
     seen: list[Any] = []
@@ -168,6 +134,3 @@ def seeds_go_on_with_another_number_of_ranks() -> None:
     if hvd.rank() == 0:
         counts = [[state[1] for state in of_rank_0[:2]] for of_rank_0 in (states[0], begun[0])]
         assert counts == [[6, 6], [0, 0]], counts
-
-
-# ---- the configured trainer ----------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""Jobs of `ringtrain.fit` on every rank in one start: run_fit.py OUTPUT LIMIT_S JOB [JOB ...].
+"""Jobs of `ringtrain.fit`, which run_properties.py calls on every rank.
 
 tests/fuzz draws jobs that all ranks run alike, and compares them with Keras' own `fit`. In these jobs, ranks differ,
-one of them fails or gets a signal, or Keras has no such `fit`. Each rank leaves OUTPUT/<rank>/<job>:
-empty if it held, else the traceback.
+one of them fails or gets a signal, or Keras has no such `fit`.
 """
 
 from __future__ import annotations
@@ -12,25 +11,17 @@ import io
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import data_jobs
-import evaluate_jobs
 import keras
 import numpy as np
-import records_jobs
-import resume_jobs
-import snippet_jobs
-import step_jobs
-from fit_alike import OUTPUT, SAME, KillAfter, Killed, X, Y, compiled, dense, distance, options, refused
-from on_every_rank import call_each
+from fit_alike import X, Y, compiled, dense, distance, options, refused
 from only import only, quick
 
 import ringtrain
 import ringtrain.hvd as hvd
-from ringtrain.config import CheckpointConfig, HealthConfig, HvdConfig, ModelConfig
+from ringtrain.config import HealthConfig, HvdConfig
 
 
 @only(np=2)
@@ -44,25 +35,6 @@ def an_overflow_on_one_rank_skips_the_step_on_all() -> None:
         assert all(np.isfinite(weight).all() for weight in model.get_weights())
     finally:
         keras.config.set_dtype_policy("float32")
-
-
-@only(np=2)
-def fitted_twice() -> None:
-    """With options of the optimizer, which is Keras' own again after each fit."""
-
-    def make() -> keras.Model:
-        return compiled(dense(keras.layers.BatchNormalization()), optimizer=keras.optimizers.Adam(0.01))
-
-    more = options(model=ModelConfig(sync_batch_norm=True), hvd=HvdConfig(compression="powersgd:1"))
-    model = make()
-    model.fit(X[:32], Y[:32], verbose=0)
-    attributes, num_variables = set(vars(model.optimizer)), len(model.optimizer.variables)
-    for _ in range(2):
-        ringtrain.fit(model, X, Y, batch_size=32, verbose=0, options=more)
-        hvd.check_in_sync(model)
-        assert type(model.optimizer) is keras.optimizers.Adam, type(model.optimizer).__mro__
-        assert type(model.layers[1]) is keras.layers.BatchNormalization
-        assert set(vars(model.optimizer)) == attributes and len(model.optimizer.variables) == num_variables
 
 
 class Subclass(keras.Model):
@@ -93,43 +65,6 @@ def _resumable() -> keras.Model:
     keras.utils.set_random_seed(5)  # of the units that are dropped
     model = dense(keras.layers.Dropout(0.2))
     return compiled(model, optimizer=keras.optimizers.Adam(0.01), metrics=["mae"])
-
-
-class Noise(keras.layers.Layer):
-    """Adds random numbers without a seed of their own, and keeps the first of the last batch."""
-
-    def build(self, shape: Any) -> None:
-        self.last = self.add_weight(shape=(), trainable=False, initializer="zeros")
-
-    def call(self, inputs: Any, training: bool = False) -> Any:
-        if not training:
-            return inputs
-        noise = keras.random.normal(keras.ops.shape(inputs), dtype=inputs.dtype)
-        self.last.assign(noise[0, 0])
-        return inputs + noise
-
-
-@only(np=2)
-def numbers_without_a_seed_of_their_own() -> None:
-    """Other ones on each rank, continued by a resume; afterwards those of all ranks are the same again."""
-
-    def fitted(name: str, *callbacks: keras.callbacks.Callback) -> keras.Model:
-        keras.utils.set_random_seed(6)
-        model = compiled(dense(Noise()))
-        config = options(checkpoint=CheckpointConfig(every_steps=1), model=ModelConfig(not_averaged=("*",)))
-        ringtrain.fit(model, X, Y, name=name, callbacks=callbacks, options=config, **SAME)
-        return model
-
-    model = fitted("noise")
-    numbers = hvd.allgather_object(float(model.layers[1].last))
-    assert len(set(numbers)) == hvd.size(), numbers
-    following = hvd.allgather_object(keras.random.normal((3,)).numpy().tolist())
-    assert all(one == following[0] for one in following), following
-    with contextlib.suppress(Killed):
-        fitted("noise-killed", KillAfter(6))
-        raise AssertionError("was not killed")
-    assert distance(model, fitted("noise-killed")) == 0
-    assert keras.random.normal((3,)).numpy().tolist() == following[0]
 
 
 class Once(keras.callbacks.Callback):
@@ -196,16 +131,6 @@ def a_signal_after_the_last_step_ends_a_complete_run() -> None:
 
 
 @only(np=2)
-def a_loss_of_nan_is_named() -> None:
-    y = Y.copy()
-    y[-1] = np.nan  # in the last batch, on the last rank that has a row of it
-    model = compiled(dense())
-    more = {"batch_size": 32, "epochs": 2, "shuffle": False, "verbose": 0, "options": options()}
-    text = refused(f"on rank {hvd.size() - 1}", lambda: ringtrain.fit(model, X, y, **more))
-    assert "epoch 1, batch 4" in text, text
-
-
-@only(np=2)
 def another_run_is_not_resumed() -> None:
     """A checkpoint of another batch, rate, optimizer, loss, model or of other data is refused, with the fix."""
     arguments: dict[str, Any] = {"epochs": 1, "verbose": 0, "options": options()}
@@ -257,29 +182,3 @@ def what_differs_is_refused() -> None:
     ):
         given = {"model": compiled(dense()), "x": X, "y": Y, "options": options(), "verbose": 0} | arguments
         refused(words, lambda given=given: ringtrain.fit(**given))
-
-
-MODULES = (
-    data_jobs,
-    evaluate_jobs,
-    records_jobs,
-    resume_jobs,
-    snippet_jobs,
-    step_jobs,
-)
-
-
-def main() -> None:
-    hvd.init()
-    jobs = globals() | {name: value for module in MODULES for name, value in vars(module).items()}
-
-    def job(name: str) -> Any:
-        keras.config.set_floatx("float64")
-        keras.utils.clear_session()
-        return jobs[name]
-
-    call_each(sys.argv[3:], job, OUTPUT / str(hvd.size()) / str(hvd.rank()), float(sys.argv[2]))
-
-
-if __name__ == "__main__":
-    main()

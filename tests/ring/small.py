@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework import op_callbacks
 
 import ringtrain.hvd as hvd
 
@@ -66,6 +68,22 @@ def spread_of(value: Any) -> float:
     """Largest difference of any element between two ranks."""
     everybody = hvd.allgather(tf.convert_to_tensor(value)[None]).numpy()
     return float(np.ptp(everybody, axis=0).max())
+
+
+@contextlib.contextmanager
+def horovods_operations() -> Iterator[list[tuple[str, str]]]:
+    """Kind and device of all of Horovod's operations in a block, and in graphs that it makes."""
+    found: list[tuple[str, str]] = []
+
+    def note(op_type: Any, inputs: Any, attrs: Any, outputs: Any, op_name: Any = None, graph: Any = None) -> None:
+        if "Horovod" in str(op_type):
+            found.extend((str(op_type), output.device) for output in outputs)
+
+    op_callbacks.add_op_callback(note)
+    try:
+        yield found
+    finally:
+        op_callbacks.remove_op_callback(note)
 
 
 def plain(optimizer: Any, **_: Any) -> Any:

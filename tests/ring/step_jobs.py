@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from fit_alike import SAME, WEIGHTS, X, Y, compiled, dense, equals_one_process, options, refused
+from fit_alike import SAME, WEIGHTS, X, Y, compiled, dense, equals_one_process, options
 from only import only
 
 import ringtrain
@@ -17,36 +16,6 @@ import ringtrain.hvd as hvd
 from ringtrain.config import TrainConfig
 from ringtrain.errors import RingtrainError
 from ringtrain.hvd import train_step
-
-
-class Noise(keras.layers.Layer):
-    """Notes random numbers of TensorFlow in each training step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
-    def call(self, inputs: Any, training: bool = False) -> Any:
-        if not training:
-            return inputs
-        seen = tf.numpy_function(self._note, [tf.random.normal([])], tf.float32)
-        return inputs + tf.cast(0 * tf.ensure_shape(seen, []), inputs.dtype)
-
-    def _note(self, number: Any) -> Any:
-        self.seen.append(float(number))
-        return number
-
-
-@only(np=2)
-def numbers_of_tensorflow_differ_between_ranks() -> None:
-    """Also if the script has given rank 0 a small seed."""
-    for seed in (0, 1):
-        noise = Noise()
-        model = compiled(dense(noise))
-        keras.utils.set_random_seed(seed)
-        ringtrain.fit(model, X, Y, name=f"noise-{seed}", options=options(), **SAME)
-        of_ranks = hvd.allgather_object(noise.seen[-6:])
-        assert not {*of_ranks[0]} & {*of_ranks[1]}, of_ranks
 
 
 class Prepared(keras.Model):
@@ -75,72 +44,6 @@ def rows_that_a_fit_prepares_are_evaluated_as_they_are() -> None:
     equals_one_process(_prepared, X, Y, "prepared-in-fit", validation_data=(X[:40], Y[:40]))
     of_unknown_length = tf.data.Dataset.from_tensor_slices((X[:40], Y[:40])).batch(20).filter(lambda *_: True)
     equals_one_process(_prepared, X, Y, "prepared-unknown-length", validation_data=of_unknown_length)
-
-
-class Untracked(keras.layers.Layer):
-    """Has a variable that Keras does not track, with another value on each rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = tf.Variable(float(hvd.rank()), trainable=False)
-
-    def call(self, inputs: Any) -> Any:
-        return inputs + tf.cast(self.shift, inputs.dtype)
-
-
-class Listed(keras.metrics.Metric):
-    """Has its state in a list."""
-
-    def __init__(self) -> None:
-        super().__init__(name="listed")
-        self.seen: list[float] = []
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.seen += np.ravel(y_pred).tolist()
-
-    def result(self) -> Any:
-        return float(np.median(self.seen or [0.0]))
-
-    def reset_state(self) -> None:
-        self.seen = []
-
-
-@only(np=2)
-def what_keras_does_not_track() -> None:
-    """Variables are rank 0's at first; a metric in a list is named."""
-    model = compiled(dense(Untracked()), metrics=[Listed()], run_eagerly=True)
-    history: Any = ringtrain.fit(model, X, Y, name="untracked", options=options(), **SAME)
-    assert float(model.layers[1].shift.numpy()) == 0.0
-    scale = keras.Variable(1.0 + hvd.rank(), trainable=False)
-
-    def scaled(targets: Any, outputs: Any) -> Any:
-        return keras.losses.mean_squared_error(targets, outputs) * keras.ops.cast(scale, outputs.dtype)
-
-    ringtrain.fit(compiled(dense(), scaled), X, Y, options=options(), **SAME)
-    assert float(scale) == 1.0
-    summary = json.loads((history.run / "summary.json").read_text())
-    assert any("listed" in text for text in summary["own_code"]), summary["own_code"]
-
-
-@only(np=2)
-def a_number_of_rows_that_a_step_takes_for_granted() -> None:
-    """The error names the line, and says that a step gets a part of the rows."""
-
-    class Granted(keras.Model):
-        def train_step(self, data: Any) -> Any:
-            return super().train_step((data[0] + tf.ones([32, 1], tf.float64), data[1]))
-
-    class Reshaping(keras.layers.Layer):
-        def call(self, inputs: Any) -> Any:
-            return keras.ops.reshape(inputs, (32, 8))
-
-    plain = dense()
-    for model in (Granted(plain.inputs, plain.outputs), dense(Reshaping())):
-        text = refused(
-            "get this rank's part of the first axis",
-            lambda model=model: ringtrain.fit(compiled(model), X[:64], Y[:64], options=options(), **SAME),
-        )
-        assert "step_jobs.py:" in text and "\n" not in text, text
 
 
 class _Keeps(keras.layers.Layer):
@@ -202,14 +105,8 @@ def compiled_by_xla() -> None:
     compiles: set[bool] = set()
     by_option = {"options": options(train=TrainConfig(jit=True))}
     equals_one_process(lambda: compiled(dense()), X, Y, "xla", callbacks=[Noting()], **by_option)
-    equals_one_process(lambda: compiled(dense(), jit_compile=True), X, Y, "xla-compiled", callbacks=[Noting()])
     assert compiles == {True}
     compiles.clear()
     weights = {"sample_weight": WEIGHTS}
     equals_one_process(lambda: compiled(dense(), jit_compile=True), X, Y, "no-xla", callbacks=[Noting()], **weights)
     assert compiles == {False}
-    own = compiled(dense())
-    own.train_step = functools.partial(keras.Model.train_step, own)
-    fit = lambda model, **more: ringtrain.fit(model, X, Y, **SAME, **by_option, **more)  # noqa: E731
-    refused("masks, sample or class weights", lambda: fit(compiled(dense()), **weights))
-    refused("has a train_step of its own", lambda: fit(own))

@@ -12,29 +12,16 @@ from typing import Any
 import pytest
 import sample
 from launching import ROOT, run
-from only import marked_functions
+from one_start import LAUNCH_LIMIT_S, functions_of, run_all
 
 from ringtrain.protocol.cores import count_cores
 
-JOBS = Path(__file__).parent / "run_fit.py"
-LIMIT_S, START_LIMIT_S = 240, 1800
-HANDED_OVER = {"seeds_go_on_with_another_number_of_ranks"}
+HERE = Path(__file__).parent
+FIRST = {"snippet_jobs.snippet_of_models": {"np": 2, "quick": False}}
+"""the configured trainer, which sets the threads of TensorFlow: nothing may have used them before"""
+NAMES = FIRST | functions_of([*HERE.glob("*_jobs.py"), HERE / "run_fit.py"])
+HANDED_OVER = {"resume_jobs.seeds_go_on_with_another_number_of_ranks"}
 """jobs that 2 ranks begin and 3 continue"""
-
-
-def _jobs() -> dict[str, dict[str, Any]]:
-    """Names of all jobs, with their marks: most are for one number of ranks, to which another one adds nothing.
-
-    Batches of 32 are cut into equal parts on 2 ranks, and unequal ones on 3. A third of the jobs is due each day.
-    """
-    # The configured trainer first: it sets the threads of TensorFlow, which nothing may have used before.
-    jobs = {"snippet_of_models": {}}
-    for path in (*sorted(JOBS.parent.glob("*_jobs.py")), JOBS):
-        jobs |= marked_functions(path)
-    return {name: marks for name, marks in jobs.items() if name != "main"}
-
-
-NAMES = _jobs()
 JOB = """
 import keras, numpy as np, ringtrain
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
@@ -44,10 +31,13 @@ ringtrain.fit(model, np.ones((32, 4)), np.ones((32, 1)), verbose=0)
 
 
 def _cases() -> Iterator[Any]:
+    """Most are for one number of ranks, to which another one adds nothing; a third of them is due each day.
+
+    Batches of 32 are cut into equal parts on 2 ranks, and unequal ones on 3.
+    """
     for np in (2, 3):
         for name, marks in NAMES.items():
-            is_due = marks["quick"] or sample.is_due(name, one_in=3)
-            if marks.get("np", np) == np and is_due:
+            if marks.get("np", np) == np and (marks["quick"] or sample.is_due(name, one_in=3)):
                 yield pytest.param(np, name, marks=[pytest.mark.quick] if marks["quick"] else [])
 
 
@@ -61,14 +51,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
     @functools.cache
     def of(np: int) -> dict[str, str]:
-        names = [name for name in NAMES if (np, name) in selected]
-        ended = run(np, [sys.executable, JOBS, folder, LIMIT_S, *names], START_LIMIT_S, warm=True)
-        wrong = {}
-        for name in names:
-            files = [folder / str(np) / str(rank) / name for rank in range(np)]
-            said = [file.read_text() if file.exists() else f"not reached: {ended.stderr[-5000:]}" for file in files]
-            wrong[name] = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
-        return wrong
+        return run_all("mpirun", np, [name for name in NAMES if (np, name) in selected], folder)
 
     return of
 
@@ -85,11 +68,11 @@ def test_the_example_under_the_launcher_and_alone(tmp_path: Path) -> None:
     """The same model on 2 ranks and on 1; started again, the run is complete."""
     python, script = sys.executable, ROOT / "examples" / "own_fit.py"
     for np in (2, 0):
-        ended = run(np, [python, script, "--name", f"on-{np}"], START_LIMIT_S, cwd=tmp_path, warm=True)
+        ended = run(np, [python, script, "--name", f"on-{np}"], LAUNCH_LIMIT_S, cwd=tmp_path, warm=True)
         assert ended.returncode == 0, ended.stderr[-5000:]
         share = f"CPU, {max(1, count_cores()[1] // 2)} thread"
         assert not np or share in ended.stdout  # though the script builds its model before ringtrain.fit
-    once_more = run(2, [python, script, "--name", "on-2"], START_LIMIT_S, cwd=tmp_path, warm=True)
+    once_more = run(2, [python, script, "--name", "on-2"], LAUNCH_LIMIT_S, cwd=tmp_path, warm=True)
     assert "complete" in once_more.stdout and "files in runs/on-2" in once_more.stdout
     summaries = [json.loads((tmp_path / f"runs/on-{np}/summary.json").read_text()) for np in (2, 0)]
     assert [one["num_ranks"] for one in summaries] == [2, 1]
@@ -103,5 +86,5 @@ def test_a_rank_with_another_script_is_refused(tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / f"job{rank}.py").write_text(f"{JOB}print({rank})\n")
     start = ["bash", "-c", f"exec {sys.executable} job$OMPI_COMM_WORLD_RANK.py"]
-    ended = run(2, start, START_LIMIT_S, cwd=tmp_path)
+    ended = run(2, start, LAUNCH_LIMIT_S, cwd=tmp_path)
     assert ended.returncode != 0 and "has another script than rank 0" in ended.stderr, ended.stderr[-3000:]

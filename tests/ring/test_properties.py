@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 import functools
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sample
-from launching import run
-from only import marked_functions
+from one_start import functions_of, run_all
 
-HERE = Path(__file__).parent
-LAUNCHES = (("mpi", 2), ("mpi", 3), ("gloo", 2), ("mpi", 4))  # on 4 ranks only what needs so many
-SAMPLED = {("mpi", 2): 2, ("mpi", 3): 4, ("gloo", 2): 4}
-"""launches of which one in so many properties is due each day; 2 ranks over MPI show what the others do"""
-LIMIT_S, LAUNCH_LIMIT_S = 300, 1800  # of one property, and of all: far above what they take
-# What Horovod must be told before it starts for a timeline or a process set to be made later.
-OPTIONS = {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-
-
-def _properties() -> dict[str, dict[str, Any]]:
-    """Names of all properties, with their marks."""
-    properties = {}
-    for path in sorted((HERE / "properties").glob("*.py")):
-        for name, marks in marked_functions(path).items():
-            properties[f"{path.stem}.{name}"] = marks
-    return properties
-
-
-PROPERTIES = _properties()
-
-
+LAUNCHES = {("mpi", 2): 2, ("mpi", 3): 4, ("gloo", 2): 4}
+"""of which one in so many properties is due each day; 2 ranks over MPI show what the others do"""
+PROPERTIES = functions_of(Path(__file__).parent.glob("properties/*.py"))
 # Modules whose properties are about Keras and files rather than about what carries the gradients, and between how many;
 # and those that are about the number of ranks, but not about what carries the gradients.
-OVER_MPI_ON_2_RANKS = ("callbacks", "custom_loops", "optimizers", "saving", "schedules")
+OVER_MPI_ON_2_RANKS = ("callbacks", "custom_loops", "optimizers", "saving")
 OVER_MPI = (*OVER_MPI_ON_2_RANKS, "batch_norm", "precision")
 
 
@@ -45,10 +24,9 @@ def _applies(name: str, launcher: str, np: int) -> bool:
     marks = PROPERTIES[name]
     if (launcher == "gloo" and name.startswith(OVER_MPI)) or (np != 2 and name.startswith(OVER_MPI_ON_2_RANKS)):
         return False
-    one_in = SAMPLED.get((launcher, np), 1)
-    if marks == {"quick": False} and not sample.is_due(f"{name} {launcher}", one_in):
+    if marks == {"quick": False} and not sample.is_due(f"{name} {launcher}", LAUNCHES[launcher, np]):
         return False
-    return marks.get("np", min(np, 3)) == np and marks.get("launcher", launcher) == launcher
+    return marks.get("np", np) == np and marks.get("launcher", launcher) == launcher
 
 
 def _cases() -> Iterator[Any]:
@@ -58,33 +36,18 @@ def _cases() -> Iterator[Any]:
                 yield pytest.param(launcher, np, name, marks=[pytest.mark.quick] if marks["quick"] else [])
 
 
-def run_all(launcher: str, np: int, names: list[str], limit_s: float = LIMIT_S, **env: str) -> dict[str, str]:
-    """What is wrong with each property, '' if it holds. If one hangs or ends a rank, another start runs the rest."""
-    wrong: dict[str, str] = {}
-    while rest := names[len(wrong) :]:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, HERE / "run_properties.py", folder, limit_s, *rest]
-            ended = run(np, command, LAUNCH_LIMIT_S, env=OPTIONS | env, launcher=launcher, warm=True)
-            for name in rest:
-                files = {rank: Path(folder) / str(rank) / name for rank in range(np)}
-                said = {rank: file.read_text() for rank, file in files.items() if file.exists()}
-                wrong[name] = "".join(f"rank {rank}: {text}" for rank, text in said.items() if text)
-                if len(said) < np:
-                    wrong[name] += f"ranks {sorted(files.keys() - said.keys())} did not come to its end, exit code"
-                    wrong[name] += f" {ended.returncode}\n{ended.stdout[-3000:]}\n{ended.stderr[-6000:]}"
-                    break
-    return wrong
-
-
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> Callable[[str, int], dict[str, str]]:
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, int], dict[str, str]]:
     """What is wrong with the properties that were selected for a launch, all of which it runs in one start."""
     selected = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
 
     @functools.cache
     def of(launcher: str, np: int) -> dict[str, str]:
         cases = [(one.get("launcher"), one.get("np"), one.get("name")) for one in selected]
-        return run_all(launcher, np, [name for name in PROPERTIES if (launcher, np, name) in cases])
+        names = [name for name in PROPERTIES if (launcher, np, name) in cases]
+        return run_all(launcher, np, names, tmp_path_factory.mktemp(launcher))
 
     return of
 
@@ -119,7 +82,7 @@ def test_one_that_fails_on_one_rank_hangs_or_dies_is_named_and_the_next_ones_are
     (tmp_path / "properties").mkdir()
     (tmp_path / "properties" / "odd.py").write_text(ODD)
     names = ["odd.holds", "odd.fails_on_rank_1", "odd.hangs", "odd.dies", "agreeing.ranks_fail_together_or_not_at_all"]
-    wrong = run_all("mpi", 2, names, 8, PYTHONPATH=str(tmp_path))
+    wrong = run_all("mpi", 2, names, tmp_path / "out", 8, PYTHONPATH=str(tmp_path))
     assert [name for name, text in wrong.items() if text] == names[1:4]
     assert (
         "rank 1: " in wrong[names[1]] and "no such luck" in wrong[names[1]] and "ranks [0] did not" in wrong[names[1]]

@@ -1,4 +1,4 @@
-"""ringtrain prove lets right jobs pass, and names what is wrong with others; tests/ring/proved.py has more of them."""
+"""ringtrain prove lets right jobs pass, and names what is wrong with others."""
 
 from __future__ import annotations
 

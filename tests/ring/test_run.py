@@ -37,10 +37,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], dict[int, st
     mark = uuid.uuid4().hex
     monkeypatch.setenv(launching.MARK, mark)
     yield lambda: launching.marked(mark)
-    while left := launching.marked(mark):
-        for process in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+    launching.end_marked(mark)
 
 
 def ends(alive: Callable[[], dict[int, str]], but: int = 0) -> bool:
@@ -177,21 +174,9 @@ def wait(folder):
     def save(number, frame):
         pathlib.Path(folder, f"saved-{number}").touch()
         sys.exit(128 + number)
-    signal.signal(signal.SIGINT, save)
     signal.signal(signal.SIGTERM, save)
     print("begun")
     time.sleep(600)
-"""
-
-
-DEAF = """
-def deaf():
-    import signal, time
-    signal.signal(signal.SIGINT, lambda *_: print("asked"))
-    print("begun")
-    while True:
-        time.sleep(1)
-ringtrain.run(deaf)
 """
 
 
@@ -231,91 +216,29 @@ def until(process: subprocess.Popen[str], *beginnings: str) -> str:
     return shown
 
 
-# ---- notebooks ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def kernel(tmp_path: Path, alive, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
-    """A real Jupyter kernel in tmp_path, and its client."""
+def test_a_notebook(tmp_path: Path, alive, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example as it ships, in a real Jupyter kernel."""
     manager = pytest.importorskip("jupyter_client.manager")
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("PATH", os.defpath)  # not activated, as in a notebook server of another environment
     env = os.environ | {"PYTHONPATH": str(launching.ROOT)}
     kernel, client = manager.start_new_kernel(kernel_name="python3", cwd=str(tmp_path), env=env)
-    yield kernel, client
-    client.stop_channels()
-    if kernel.has_kernel:
-        kernel.shutdown_kernel(now=True)
-
-
-def contents(client: Any, cell: str, *expected: str) -> Iterator[dict[str, Any]]:
-    """Contents of the messages of a cell, from where they were read last to its end, or to lines that are expected."""
-    missing = {*expected}
-    while True:
-        message = client.get_iopub_msg(timeout=LIMIT_S)
-        if message["parent_header"].get("msg_id") != cell:
-            continue
-        yield message["content"]
-        missing -= {*message["content"].get("text", "").splitlines()}
-        if message["content"].get("execution_state") == "idle" or (expected and not missing):
-            return
-
-
-def error_of(client: Any, cell: str) -> tuple[str, str]:
-    """Kind and text of the exception with which a cell ends."""
-    (error,) = [content for content in contents(client, cell) if "ename" in content]
-    return error["ename"], error["evalue"]
-
-
-def test_a_notebook(tmp_path: Path, kernel, alive) -> None:
-    """The example as it ships."""
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    manager, _ = kernel
-    (process,) = [number for number, command in alive().items() if "ipykernel" in command]
-    shipped = nbformat.read(NOTEBOOK, as_version=4)
-    executed = nbformat.read(NOTEBOOK, as_version=4)
-    nbclient.NotebookClient(executed, km=manager, timeout=LIMIT_S).execute()
-    for ours, theirs in zip(executed.cells, shipped.cells, strict=True):
-        assert first_words(theirs) <= first_words(ours)
-    assert first_words(shipped.cells[3]) >= {"ranks", "epoch", "val", "2"}, "it ships with its outputs"
-    assert "equal weights: True\n" in executed.cells[5].outputs[-1]["text"]
-    assert ends(alive, but=process), alive()
-
-
-def test_a_kernel(tmp_path: Path, kernel, alive) -> None:
-    """A failure, the stop button, the stop button twice, and the end of the kernel."""
-    manager, client = kernel
-    (process,) = [number for number, command in alive().items() if "ipykernel" in command]
-    cell = client.execute("import ringtrain\ndef broken():\n    raise ValueError('by a cell')\nringtrain.run(broken)")
-    kind, text = error_of(client, cell)
-    assert kind == "RankError"
-    assert "\n    raise ValueError('by a cell')\n" in text, "the source of a cell, which has no file"
-    assert ends(alive, but=process), alive()
-
-    wait = f"{WAITS}\nringtrain.run(wait, {str(tmp_path)!r})"
-    cell = client.execute(wait)
-    list(contents(client, cell, "begun", "rank 1: begun"))
-    manager.interrupt_kernel()
-    assert error_of(client, cell)[0] == "KeyboardInterrupt"
-    assert ends(alive, but=process), alive()
-
-    cell = client.execute(DEAF)
-    list(contents(client, cell, "begun", "rank 1: begun"))
-    manager.interrupt_kernel()
-    list(contents(client, cell, "asked", "rank 1: asked"))
-    assert len(alive()) > 5, "they do not end"
-    manager.interrupt_kernel()
-    assert error_of(client, cell)[0] == "KeyboardInterrupt"
-    assert ends(alive, but=process), alive()
-
-    for path in tmp_path.glob("saved-*"):
-        path.unlink()
-    cell = client.execute(wait)
-    list(contents(client, cell, "begun", "rank 1: begun"))
-    manager.shutdown_kernel(now=True)  # interrupts the kernel right before it kills it
-    assert ends(alive), alive()
-    assert [*tmp_path.glob("saved-*")]
+    try:
+        (process,) = [number for number, command in alive().items() if "ipykernel" in command]
+        shipped = nbformat.read(NOTEBOOK, as_version=4)
+        executed = nbformat.read(NOTEBOOK, as_version=4)
+        nbclient.NotebookClient(executed, km=kernel, timeout=LIMIT_S).execute()
+        for ours, theirs in zip(executed.cells, shipped.cells, strict=True):
+            assert first_words(theirs) <= first_words(ours)
+        assert first_words(shipped.cells[3]) >= {"ranks", "epoch", "val", "2"}, "it ships with its outputs"
+        assert "equal weights: True\n" in executed.cells[5].outputs[-1]["text"]
+        assert ends(alive, but=process), alive()
+    finally:
+        client.stop_channels()
+        if kernel.has_kernel:
+            kernel.shutdown_kernel(now=True)
 
 
 def first_words(cell: Any) -> set[str]:

@@ -9,12 +9,10 @@ from tempfile import TemporaryDirectory
 import keras
 import numpy as np
 import small
-import tensorflow as tf
-from odd_model import Noise
 from only import quick
 
 import ringtrain.hvd as hvd
-from ringtrain.errors import OutOfSync, RingtrainError
+from ringtrain.errors import OutOfSync
 
 TIGHT = 1e-6
 
@@ -22,13 +20,6 @@ TIGHT = 1e-6
 @keras.saving.register_keras_serializable(package="tests")
 class Quiet(keras.layers.BatchNormalization):
     """A user's own layer that leaves the computing to Keras."""
-
-
-class Loud(keras.layers.BatchNormalization):
-    """A user's own layer that does not."""
-
-    def call(self, inputs, training=None, mask=None):
-        return inputs
 
 
 class Subclassed(keras.Model):
@@ -42,50 +33,16 @@ class Subclassed(keras.Model):
         return self.norm(self.dense(inputs), training=training)
 
 
-def outputs_and_gradients_equal_big_batch(synchronize=hvd.synchronize_batch_norm):
-    for shape, layer in (
-        ((6,), lambda: _norm()),
-        ((4, 5, 3), lambda: _norm()),
-        ((4, 5, 3), lambda: _norm(axis=1)),
-        ((4, 3), lambda: _norm(center=False, scale=False)),
-    ):
-        x, weights = np.random.default_rng(1).normal(3.0, 2.0, (2, hvd.size() * small.BATCH, *shape))
-        reference = _forward_and_backward(layer(), x, weights)
-        model = keras.Sequential([keras.Input(shape, dtype="float64"), layer()])
-        synchronize(model)
-        ours = _forward_and_backward(model.layers[0], _share(x), _share(weights))
-        for name in ("outputs", "input gradients"):
-            assert np.allclose(ours[name], _share(reference[name]), atol=TIGHT), f"{name} apart"
-        for gradient, whole in zip(ours["variables"], reference["variables"], strict=True):
-            # Each rank's gradient is its part of the sum; the optimizer averages.
-            assert np.allclose(hvd.allreduce(gradient, op=hvd.Sum), whole, atol=TIGHT)
-        for ours_moving, whole in zip(ours["moving"], reference["moving"], strict=True):
-            assert np.allclose(ours_moving, whole, atol=TIGHT), "moving statistics apart"
-
-
 @quick
-def training_equals_big_batch(synchronize=hvd.synchronize_batch_norm):
+def training_equals_big_batch():
     model, reference = (small.build(layers=(_norm(), keras.layers.Activation("tanh"), _norm())) for _ in range(2))
-    synchronize(model)
+    hvd.synchronize_batch_norm(model)
     small.train(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), small.shares(6))
     small.alone(reference, keras.optimizers.SGD(0.1, momentum=0.9), small.global_batches(6))
     distance = small.distance(model, reference)
     assert distance < TIGHT, f"{distance} apart"
     assert small.spread(model) == 0
     hvd.check_in_sync(model)
-
-
-def without_synchronization_they_differ():
-    for control in (outputs_and_gradients_equal_big_batch, training_equals_big_batch):
-        message = small.raised(AssertionError, lambda control=control: control(synchronize=lambda model: 0))
-        assert "apart" in message
-
-
-def a_large_mean_leaves_the_variance_its_digits():
-    x = np.random.default_rng(4).normal(1000.0, 0.1, (hvd.size() * 64, 2)).astype(np.float32)
-    layer = hvd.SyncBatchNormalization(momentum=0.0)
-    layer(x[hvd.rank() * 64 :][:64], training=True)
-    assert np.allclose(layer.moving_variance, x.astype(np.float64).var(axis=0), rtol=1e-3)
 
 
 def only_training_talks_to_other_ranks():
@@ -138,11 +95,6 @@ def any_model_can_be_synchronized():
     assert nested.layers[-1].supports_jit is False
 
 
-def a_call_of_ones_own_is_refused():
-    model = keras.Sequential([keras.Input((3,)), Loud()])
-    assert "Loud has a call of its own" in small.raised(RingtrainError, lambda: hvd.synchronize_batch_norm(model))
-
-
 def averaging_makes_moving_statistics_one_models():
     model = small.build(layers=(_norm(), keras.layers.BatchNormalization()))
     small.train(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), small.shares(3))
@@ -155,22 +107,6 @@ def averaging_makes_moving_statistics_one_models():
         assert np.allclose(variable.numpy(), np.mean(values, axis=0), rtol=1e-6)
     assert all(np.array_equal(a, b.numpy()) for a, b in zip(trainable, model.trainable_variables, strict=True))
     hvd.average_moving_statistics(small.build())
-
-
-def moving_statistics_have_to_agree_where_they_are_synchronized():
-    for synchronize in (True, False):
-        model = small.build(layers=(_norm(),))
-        if synchronize:
-            hvd.synchronize_batch_norm(model)
-        small.train(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), small.shares(2))
-        hvd.check_in_sync(model)
-        if hvd.rank() == 1:
-            model.layers[1].moving_mean.assign_add(np.ones(8))
-        if synchronize:
-            message = small.raised(OutOfSync, lambda model=model: hvd.check_in_sync(model))
-            assert "moving_mean" in message
-        else:
-            hvd.check_in_sync(model)
 
 
 def other_weights_that_follow_the_data_stay_each_ranks_own():
@@ -212,37 +148,5 @@ class Following(keras.layers.Layer):
         return inputs
 
 
-def _share(array):
-    """This rank's rows."""
-    return array[hvd.rank() * small.BATCH :][: small.BATCH]
-
-
 def _norm(**options):
     return keras.layers.BatchNormalization(dtype="float64", momentum=0.5, **options)
-
-
-def _forward_and_backward(layer, x, weights):
-    inputs = tf.constant(x)
-    with tf.GradientTape() as tape:
-        tape.watch(inputs)
-        outputs = layer(inputs, training=True)
-        # Weighed, and cubed: a plain sum of normalized values has no gradient.
-        loss = tf.reduce_sum(outputs**3 * weights)
-    gradients = tape.gradient(loss, [inputs, *(v.value for v in layer.trainable_variables)])
-    return {
-        "outputs": outputs.numpy(),
-        "input gradients": gradients[0].numpy(),
-        "variables": gradients[1:],
-        "moving": [v.numpy() for v in layer.non_trainable_variables],
-    }
-
-
-def random_numbers_without_a_seed_of_their_own_are_found():
-    for seeded in (False, True):
-        layers = [Noise(seeded), keras.layers.Dropout(0.5, seed=3), keras.layers.BatchNormalization()]
-        model = keras.Sequential([keras.Input((4,)), *layers])
-        before = [variable.numpy() for variable in (*model.variables, *hvd.global_seed())]
-        assert hvd.draws_globally(model, (4,)) is not seeded
-        after = [variable.numpy() for variable in (*model.variables, *hvd.global_seed())]
-        assert len(before) == len(after)
-        assert all(np.array_equal(old, new) for old, new in zip(before, after, strict=True))

@@ -36,39 +36,6 @@ def broadcast_comes_before_the_first_step():
     assert small.spread(model) == 0
 
 
-def metrics_of_a_step_without_keras_loss_are_averaged():
-    """As in a GAN, whose train_step returns losses of its own: no metric counts the samples."""
-
-    class Own(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(1)
-
-        def train_step(self, data):
-            return {"own": keras.ops.mean(data)}
-
-    model = Own()
-    model.dense.build((None, 2))
-    model.built = True
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
-    average = hvd.callbacks.MetricAverageCallback()
-    history = model.fit(np.full((4, 2), float(hvd.rank())), epochs=1, batch_size=2, verbose=0, callbacks=[average])
-    assert history.history["own"] == [(hvd.size() - 1) / 2]
-
-
-def a_loop_by_hand_may_call_the_broadcast():
-    """As GANs do that train their parts by `train_on_batch`: the callback then has no parameters of a fit."""
-    model = small.build(seed=hvd.rank())
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
-    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    broadcast.set_model(model)
-    broadcast.on_train_begin()
-    for number, (x, y) in enumerate(small.shares(2)):
-        model.train_on_batch(x, y)
-        broadcast.on_train_batch_end(number)
-    assert small.spread(model) == 0
-
-
 def unequal_numbers_of_batches_are_refused():
     """Each rank would train its own number and wait for the others in the next."""
     broadcast = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
@@ -97,23 +64,6 @@ def a_model_without_weights_is_broadcast_after_its_first_batch():
         _fit(model, callbacks, steps=2)
         assert small.spread(model) == 0
         assert np.isclose(float(model.optimizer.learning_rate), 0.01)
-
-
-def without_broadcast_ranks_start_apart():
-    model = small.build(seed=hvd.rank())
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
-    assert "ranks out of step" in small.raised(Exception, lambda: _fit(model, [Record()], steps=2))
-
-
-def broadcast_leaves_local_variables():
-    model = small.build(seed=hvd.rank())
-    own = model.layers[0].kernel
-    before = own.numpy()
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse")
-    _fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=own)], steps=1)
-    assert np.array_equal(own.numpy(), before)
-    kernels = hvd.allgather_object(model.layers[-1].kernel.numpy())
-    assert np.array_equal(kernels[0], kernels[-1])
 
 
 def metrics_are_weighed_by_samples():
@@ -153,16 +103,6 @@ def warm_up_follows_its_formula_also_on_resume():
     expected = [0.3 / size * (min((step + 1) / 5, 3) * (size - 1) / 3 + 1) for step in range(20)]
     assert np.allclose(rates[0], expected, rtol=1e-6), (rates[0], expected)
     assert np.allclose(rates[1] + rates[2][:5], expected[:15], rtol=1e-6)
-
-
-def warm_up_without_initial_lr_takes_the_optimizers_own_at_the_first_step_only():
-    model = small.build()
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.3)), "mse")
-    record = Record()
-    _fit(model, [hvd.callbacks.LearningRateWarmupCallback(warmup_epochs=1), record], steps=4, epochs=(0, 2))
-    assert np.isclose(record.rates[-1], 0.3)
-    again = hvd.callbacks.LearningRateWarmupCallback(warmup_epochs=1)
-    assert "pass initial_lr" in small.raised(ValueError, lambda: _fit(model, [again], steps=4))
 
 
 def schedules_follow_epochs_and_batches():
@@ -231,27 +171,6 @@ def best_model_checkpoint_takes_both_orders():
     ):
         best = hvd.callbacks.BestModelCheckpoint(*arguments)
         assert tuple(getattr(best, name) for name in names) == expected, arguments
-
-
-def commit_state_commits_by_its_method():
-    class State:
-        commits = 0
-
-        def commit(self):
-            self.commits += 1
-
-    class Counting(hvd.elastic.CommitStateCallback):
-        calls = 0
-
-        def commit(self):
-            self.calls += 1
-            super().commit()
-
-    state = State()
-    callback = Counting(state, batches_per_commit=2)
-    model = small.train(small.build(), keras.optimizers.SGD(0.1), [])
-    _fit(model, [callback], steps=4)
-    assert state.commits == callback.calls == 3
 
 
 def _fit(model, callbacks, steps, epochs=(0, 1)):

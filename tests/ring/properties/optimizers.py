@@ -13,6 +13,7 @@ from only import only
 import ringtrain.hvd as hvd
 from ringtrain.errors import OutOfSync
 from ringtrain.hvd.collectives import tensor_of
+from ringtrain.optim.optimizers import LARS, SGD
 
 MADE = {
     "Adadelta": lambda: keras.optimizers.Adadelta(0.1),
@@ -29,6 +30,10 @@ MADE = {
     "ScheduleFreeAdamW": lambda: keras.optimizers.ScheduleFreeAdamW(0.01),
     "SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
     "Adam": lambda: keras.optimizers.Adam(0.01, amsgrad=True),
+}
+OURS = {
+    "LARS": lambda: LARS(0.1, trust_coefficient=0.1, weight_decay=0.01, global_clipnorm=0.01),
+    "SGD of ringtrain": lambda: SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
 }
 NUM_STEPS = 3
 SUMMED = ("Adam", "Adamax", "Lion", "RMSprop", "SGD")
@@ -69,7 +74,7 @@ def every_optimizer_of_keras_equals_big_batch():
     A sum in place of the average leaves the weights of Adamax and Lion as they are: only gradients tell.
     """
     apart = {}
-    for name, make in MADE.items():
+    for name, make in (MADE | OURS).items():
         ours = _Recorded(name, hvd.DistributedOptimizer(make()), small.shares(NUM_STEPS))
         reference = _Recorded(name, make(), small.global_batches(NUM_STEPS))
         assert small.distance(ours.model, reference.model) < ours.tolerance, name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 
@@ -10,7 +9,6 @@ import keras
 import numpy as np
 import small
 import tensorflow as tf
-from tensorflow.python.framework import op_callbacks
 
 import ringtrain.hvd as hvd
 from ringtrain import strategies
@@ -38,7 +36,7 @@ def small_collectives_are_on_the_cpu():
     with tf.device("CPU:1"):
         model = small.build(layers=(keras.layers.BatchNormalization(dtype="float64"),))
         small.train(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), small.shares(2))
-        with _placed() as placed:
+        with small.horovods_operations() as placed:
             hvd.check_placement()
             hvd.broadcast_model(model)
             hvd.run_together(lambda: None)
@@ -59,29 +57,13 @@ def shared_gpus_reduce_on_the_cpu():
     """NCCL refuses two ranks on one GPU. Others reduce where their gradients are."""
     for share_gpus in (True, False):
         config = Config(device=DeviceConfig(share_gpus=share_gpus))
-        with tf.device("CPU:1"), _placed() as placed:
+        with tf.device("CPU:1"), small.horovods_operations() as placed:
             model = small.build(layers=(keras.layers.BatchNormalization(dtype="float64"),))
             hvd.synchronize_batch_norm(model, devices.device_of_sums(config.device))
             optimizer = strategies.make(config).distribute(keras.optimizers.SGD(0.1))
             small.train(model, optimizer, small.shares(1), run_eagerly=True)
         assert len(placed) >= 8
         assert {device.endswith("CPU:0") for _, device in placed} == {share_gpus}, placed
-
-
-@contextlib.contextmanager
-def _placed():
-    """Notes the kind and device of all of Horovod's operations in a block."""
-    placed = []
-
-    def note(op_type, inputs, attrs, outputs, op_name=None, graph=None):
-        if "Horovod" in str(op_type):
-            placed.extend((str(op_type), output.device) for output in outputs)
-
-    op_callbacks.add_op_callback(note)
-    try:
-        yield placed
-    finally:
-        op_callbacks.remove_op_callback(note)
 
 
 def ranks_that_are_elsewhere_are_named_on_every_rank():

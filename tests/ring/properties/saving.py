@@ -14,7 +14,6 @@ import small
 
 import ringtrain.hvd as hvd
 from ringtrain.errors import OutOfSync
-from ringtrain.hvd import collectives
 
 
 @keras.saving.register_keras_serializable(package="tests")
@@ -95,19 +94,6 @@ def one_rank_may_load_what_the_others_build():
                 assert "factor after accumulation is 2.0 on rank 1, 1.0 on the first rank" in message
 
 
-def a_model_saved_with_jit_is_loaded_without():
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "model.keras"
-        model = small.train(small.build(), keras.optimizers.SGD(0.1), small.shares(1), jit_compile=True)
-        model.save(path)
-        loaded = hvd.load_model(path)
-        assert model.jit_compile and not loaded.jit_compile
-        hvd.broadcast_model(loaded)
-        x, y = small.shares(1)[0]
-        loaded.train_on_batch(x, y)
-        hvd.check_in_sync(loaded)
-
-
 def horovods_own_wrapper_is_recognized():
     theirs = horovod.tensorflow.keras.DistributedOptimizer(keras.optimizers.SGD(0.1))
     model = small.build()
@@ -129,23 +115,6 @@ def wrapping_keeps_state_and_schedule():
     copy = type(wrapped).from_config({**wrapped.get_config(), "learning_rate": 0.1})
     assert hvd.check_averaging(copy) == "averaged", "a copy made from the configuration must not forget the ring"
     hvd.check_in_sync(model)
-
-
-def bytes_are_gathered_on_rank_0_alone_and_scattered_in_pieces():
-    size, rank = hvd.size(), hvd.rank()
-    whole = collectives.PIECE_BYTES
-    try:
-        for piece_bytes in (whole, 10):
-            collectives.PIECE_BYTES = piece_bytes
-            for length in (0, 1, 23):
-                own = np.arange(length, dtype=np.uint8) + np.uint8(100 * rank)
-                rows = hvd.gather_bytes(own, name="gathered")
-                assert (rows is None) == (rank > 0)
-                if rows is not None:
-                    assert rows.tolist() == [[n + 100 * r for n in range(length)] for r in range(size)]
-                assert np.array_equal(hvd.scatter_bytes(rows, length, name="scattered"), own)
-    finally:
-        collectives.PIECE_BYTES = whole
 
 
 def _same_variables(loaded, model):

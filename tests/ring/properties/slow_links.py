@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import keras
 import numpy as np
 import small
 import tensorflow as tf
-from only import only
 
 import ringtrain.hvd as hvd
 
@@ -143,29 +141,3 @@ def frozen_weights_stay():
     small.train(model, model.optimizer, small.shares(3))
     assert (model.layers[0].kernel.numpy() == kept).all()
     assert small.spread(model) == 0
-
-
-@only(np=2, launcher="mpi")
-def what_does_not_work_together_is_refused():
-    wrap = hvd.DistributedOptimizer
-    low, sgd = hvd.Compression.powersgd(2), keras.optimizers.SGD
-    scaled = keras.optimizers.LossScaleOptimizer
-    cases = {
-        "op": lambda: wrap(sgd(), compression=low, op=hvd.Sum),
-        "groups": lambda: wrap(sgd(), compression=hvd.Compression.bf16, groups=2),
-        "no compression": lambda: wrap(sgd(), compression_start_step=3),
-        "rank": lambda: hvd.Compression.powersgd(0),
-        "mixed_bfloat16": lambda: scaled(wrap(sgd(), compression=low)).apply(
-            [tf.ones((9, 9))], [keras.Variable(tf.ones((9, 9)))]
-        ),
-    }
-    mixed = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, dtype="mixed_float16")])
-    mixed.compile(scaled(wrap(sgd(), compression=low)), "mse")
-    cases["use mixed_bfloat16"] = lambda: mixed.train_on_batch(np.ones((2, 4)), np.ones((2, 3)))
-    for word, action in cases.items():
-        assert word in small.raised(ValueError, action), word
-    assert "DistributedOptimizer" in small.raised(
-        ValueError, lambda: hvd.allreduce(tf.ones(3), compression=hvd.Compression.bf16)
-    )
-    settings = hvd.DistributedOptimizer(sgd(), compression=low).reduction.settings()
-    assert dataclasses.replace(low, rank=3) != low and settings["compression"] == str(low)

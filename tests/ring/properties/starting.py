@@ -39,21 +39,6 @@ def a_second_start_of_mpi_is_refused():
         PROCESS.has_finalized_mpi = False
 
 
-@only(np=2, launcher="mpi")
-def a_second_start_names_the_process_set_that_is_missing():
-    alone = hvd.add_process_set([1])
-    try:
-        again = hvd.ProcessSet([1])
-        hvd.init(process_sets=[again])  # there is one of these ranks
-        assert again.process_set_id == alone.process_set_id
-    finally:
-        hvd.remove_process_set(alone)
-    message = small.raised(LaunchError, lambda: hvd.init(process_sets=[hvd.ProcessSet([0])]))
-    assert "without a process set of ranks [0]" in message and "first hvd.init" in message
-    assert hvd.is_initialized()
-    assert np.allclose(hvd.allreduce(np.float32(hvd.rank()), op=hvd.Sum), 1)
-
-
 def _trained():
     model = small.build(seed=hvd.rank())
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
