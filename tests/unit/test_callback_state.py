@@ -70,7 +70,7 @@ def test_callbacks_are_found_by_class_and_order(capsys: Any) -> None:
 
 
 class KeepsMore(keras.callbacks.Callback):
-    """What averages and counters keep."""
+    """Callback with all kinds of attributes that are saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_what_changes_and_cannot_be_saved_is_named_once(capsys: Any) -> None:
     callback = Writes()
     state = callback_state.CallbackState([callback])
     callback.monitor_op = len  # as Keras' callbacks prepare a training
-    state.begin()
+    state.save()
     for number in range(2):
         callback.writer, callback.inside.number = object(), number
         callback.seen.add(number)
@@ -174,7 +174,7 @@ def test_what_an_interrupted_end_has_changed_is_undone() -> None:
 def test_a_rank_that_continues_has_the_state_of_another_one() -> None:
     """Also an attribute that has changed here only."""
     ahead, behind = Keeps(), Keeps()
-    states = [callback_state.SharedCallbackState([callback], None) for callback in (ahead, behind)]
+    states = [callback_state.CallbackState([callback], None) for callback in (ahead, behind)]
     ahead.phase = "second"
     behind.wait = 1
     states[0].restore(states[1].save())
