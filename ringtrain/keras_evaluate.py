@@ -62,9 +62,6 @@ def evaluate(
 
     def compute(held_out: data.Split, numbers: range, batches: Any, callbacks: evaluation.CallbacksOfRank) -> Any:
         callbacks.begin()
-        if hvd.rank():  # what a reset leaves alone belongs to the sum once
-            for variable in model.metrics_variables:
-                variable.assign(keras.ops.zeros_like(variable))
         return evaluation.evaluate_shard(model, held_out, numbers, batches, callbacks, is_prepared=False)
 
     given = data.FitArguments(x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, steps_per_epoch=steps)

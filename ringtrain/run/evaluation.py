@@ -51,50 +51,10 @@ class Evaluation(keras.callbacks.Callback):
         """of the last complete epoch"""
         self._left_out: set[str] = set()
         """names of logs that are no metrics and differ in shape between ranks"""
-        self.of_rank: list[NDArray[Any]] = []
-        """state of this rank's metrics at the last sum over the ranks"""
-        self.of_all: list[NDArray[Any]] = []
-        """that sum"""
-        self.results: dict[str, Any] = {}
-        """of this rank's metrics at the last sum"""
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Lets shuffles and caches, which training data may share, be as earlier processes have left them."""
         self.run.pass_over(self.run.start.initial_epoch, self.run.clock.epoch)
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Sets metrics that `reset_state` leaves alone back to this rank's own state, or the sum would count again."""
-        keys = [id(variable) for variable in self.model.metrics_variables]
-        of_rank = dict(zip(keys, self.of_rank, strict=False))
-        of_all = dict(zip(keys, self.of_all, strict=False))
-        self.of_rank, self.of_all = [], []
-        if hvd.is_shared(self.model):
-            return  # each rank has the state of all, and adds to it what all have trained
-        for metric in _single_metrics(self.model.metrics):
-            variables = {id(variable): variable for variable in metric.variables if id(variable) in of_all}
-            if not any(np.any(of_all[key]) for key in variables):
-                continue  # a reset gives zeros, too
-            if all(np.array_equal(keras.ops.convert_to_numpy(variables[key]), of_all[key]) for key in variables):
-                for key, variable in variables.items():
-                    variable.assign(of_rank[key])
-
-    def summed(self, num_samples: int, values: Sequence[NDArray[Any]] | None = None) -> dict[str, Any]:
-        """`over_all_ranks`; keeps what this rank had, for the next epoch. Collective."""
-        self.of_rank = states_of_metrics(self.model)
-        self.results = results_of_metrics(self.model)
-        metrics = over_all_ranks(self.model, num_samples, values)
-        self.of_all = states_of_metrics(self.model)
-        return metrics
-
-    def take_own(self, shard: int = 0) -> None:
-        """Gives the metrics this rank's own state again, for an evaluation that may not reset all of them.
-
-        Where each rank has the state of all, shard 0 alone begins with it, and the sum over the shards has it once.
-        """
-        has_state = shard == 0 or not hvd.is_shared(self.model)
-        for variable, value in zip(self.model.metrics_variables, self.of_rank, strict=True):
-            sums = value if has_state else np.zeros_like(value)
-            variable.assign(sums)
 
     @hvd.during("evaluate")
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -106,8 +66,9 @@ class Evaluation(keras.callbacks.Callback):
 
     def _add_metrics(self, epoch: int, logs: dict[str, Any]) -> None:
         hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
-        metrics = self.summed(num_samples=1)  # not 0, as ranks have trained
-        self.set_metrics(logs, metrics, (self.run.clock.results, self.results))
+        results = results_of_metrics(self.model)
+        metrics = over_all_ranks(self.model, num_samples=1)  # not 0, as ranks have trained
+        self.set_metrics(logs, metrics, (self.run.clock.results, results))
         was_stopped = self.run.callbacks.stop.is_ended  # by a step: those that end with the epoch come later
         self.run.data_set.train.end_epoch(epoch - self.run.start.initial_epoch, was_stopped)
         if not self.run.numbers.num_test or not self.run.validation.is_due(epoch):
@@ -121,7 +82,7 @@ class Evaluation(keras.callbacks.Callback):
             for number, part in zip(self.own, parts, strict=True):
                 for rows, sums in zip(values, part, strict=True):
                     rows[number] = sums
-        metrics = self.summed(num_samples, values)
+        metrics = over_all_ranks(self.model, num_samples, values)
         for name, value in logs_of_all(metrics, logs_of_rank).items():
             logs[f"{self.run.validation.prefix}{name}"] = value
         self.seconds += time.perf_counter() - begin_s
@@ -180,7 +141,6 @@ class Evaluation(keras.callbacks.Callback):
             for number, shard, batches in zip(self.own, self.shards, self.batches, strict=True):
                 for seed, value in zip(seeds, kept, strict=True):
                     seed.assign(value + seed_of(number))
-                self.take_own(number)
                 parts.append(evaluate_shard(self.model, self.test, shard, batches, callbacks, True))
         finally:
             for seed, value in zip(seeds, kept, strict=True):
@@ -276,16 +236,6 @@ def _prepared(model: keras.Model, batches: Any, steps: int | None, is_prepared: 
         yield {"_use_cached_eval_dataset": True}
     finally:
         del model._eval_epoch_iterator
-
-
-def _single_metrics(metrics: Sequence[keras.Metric]) -> Iterator[keras.Metric]:
-    """The metrics, and those that Keras wraps in one, each by itself."""
-    for metric in metrics:
-        parts = getattr(metric, "metrics", None)
-        if parts:
-            yield from _single_metrics(parts)
-        else:
-            yield metric
 
 
 def states_of_metrics(model: keras.Model) -> list[NDArray[Any]]:
