@@ -64,17 +64,25 @@ class CallbackState:
                     self._name(f"{type(callback).__name__}.{name}", type(parts[0]).__name__)
         return _state(self.callbacks, of_callbacks)
 
-    def restore(self, state: State = ([], {})) -> None:
-        """Sets a state that this object or that of another rank has saved, and otherwise the first values."""
-        restore_callbacks(self.callbacks, _state(self.callbacks, self._first))
-        restore_callbacks(self.callbacks, state)
-
     def _name(self, path: str, kind: str) -> None:
         """Names once an attribute that is another object, or holds other ones."""
         if path not in self._named:
             text = f"{path} changes and cannot be saved ({kind}): a resumed run has what your code sets"
             _say(f"{text}; numbers, texts, arrays and variables are saved")
         self._named.add(path)
+
+
+class SharedCallbackState(CallbackState):
+    """State of callbacks that ranks give each other, and that is restored over another one."""
+
+    def __init__(self, callbacks: Sequence[keras.callbacks.Callback], model: Any) -> None:
+        super().__init__(callbacks, model)
+        self._at_start = _state(callbacks, self._first)
+
+    def restore(self, state: State = ([], {})) -> None:
+        """Sets the state of another rank, and otherwise the values at the start."""
+        restore_callbacks(self.callbacks, self._at_start)
+        restore_callbacks(self.callbacks, state)
 
 
 class Snapshot:
@@ -84,12 +92,12 @@ class Snapshot:
         self._arrays: list[tuple[Any, NDArray[Any]]] = []
         for variable in (*model.variables, *slots_of(model)):
             self._arrays += [(copy, copy.numpy()) for copy in hvd.copies_of(variable)]
-        self._state = CallbackState(callbacks, model)
+        self._callbacks, self._state = callbacks, state_of(callbacks, model)
         self._attributes = [dict(vars(callback)) for callback in callbacks]
 
     def restore(self) -> None:
         """Restores the values, and attributes of the callbacks that are new, gone, or another object."""
-        for callback, attributes in zip(self._state.callbacks, self._attributes, strict=True):
+        for callback, attributes in zip(self._callbacks, self._attributes, strict=True):
             vars(callback).clear()
             vars(callback).update(attributes)
         self.restore_values()
@@ -99,7 +107,7 @@ class Snapshot:
         for variable, array in self._arrays:
             if not np.array_equal(variable.numpy(), array):
                 variable.assign(array)
-        self._state.restore()
+        restore_callbacks(self._callbacks, self._state)
 
 
 def _split(callback: Any, model: Any = None) -> tuple[Values, dict[str, list[Any]]]:
@@ -141,13 +149,13 @@ def _encoded(value: Any, of_model: set[int], arrays: Arrays) -> Any:
 
 
 def _put_aside(array: NDArray[Any], arrays: Arrays) -> str:
-    """Adds a copy of an array to the others and returns its name. Raises TypeError for types that cannot be saved."""
+    """Adds an array to the others and returns its name there. Raises TypeError for types that cannot be saved."""
     if array.dtype.kind not in "biufcmM":
         raise TypeError(f"an array of {array.dtype}")
     digest = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     name = f"{PREFIX}{digest.hexdigest()[:32]}"
-    arrays[name] = np.array(array)  # training continues while it is written
+    arrays[name] = array
     return name
 
 
@@ -179,15 +187,20 @@ def _decoded(value: Any, arrays: Mapping[str, NDArray[Any]], current: Any) -> An
 
 
 def _state(callbacks: Sequence[keras.callbacks.Callback], of_callbacks: Sequence[Values]) -> State:
-    """State with these values of each callback."""
+    """State with these values of each callback, and copies of their arrays, as training continues meanwhile."""
     states, arrays = [], Arrays()
     for callback, values in zip(callbacks, of_callbacks, strict=True):
         plain = {}
         for name, (value, of_value) in values.items():
             plain[name] = value
-            arrays |= of_value
+            arrays |= {key: np.array(array) for key, array in of_value.items()}
         states.append({"class": type(callback).__name__, "values": plain})
     return states, arrays
+
+
+def state_of(callbacks: Sequence[keras.callbacks.Callback], model: Any) -> State:
+    """All that can be saved of callbacks."""
+    return _state(callbacks, [_split(callback, model)[0] for callback in callbacks])
 
 
 def restore_callbacks(callbacks: Sequence[keras.callbacks.Callback], state: State) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ringtrain.hvd.timeline import Timeline
     from ringtrain.monitor.fault_injection import Fault
     from ringtrain.monitor.heartbeat import Monitor
-    from ringtrain.run.callback_state import CallbackState
+    from ringtrain.run.callback_state import SharedCallbackState
     from ringtrain.run.callbacks import Callbacks
     from ringtrain.run.devices import Pinning
     from ringtrain.run.resume import Clock, Start
@@ -171,7 +171,7 @@ class Job:
     """function that the data come from"""
     follows_schedule: bool = True
     """whether the configuration's schedule sets the learning rate, not the compiled optimizer"""
-    callback_state: CallbackState | None = None
+    callback_state: SharedCallbackState | None = None
     """of the user's callbacks, if it is kept longer than by one run; None: made when training begins"""
     begun: set[int] = field(default_factory=set)
     """ids of the user's callbacks that have seen `on_train_begin` in this process"""

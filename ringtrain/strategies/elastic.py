@@ -32,7 +32,7 @@ from ringtrain.optim.step import Step, step_of_all_ranks
 from ringtrain.optim.sums import SumsOverRanks
 from ringtrain.protocol import failures
 from ringtrain.run import console, devices, evaluation, from_checkpoint, model_state, resume, run_folder
-from ringtrain.run.callback_state import CallbackState, Snapshot
+from ringtrain.run.callback_state import SharedCallbackState, Snapshot
 from ringtrain.run.context import Job, Opening, Process, on_rank
 from ringtrain.strategies import samples
 from ringtrain.strategies.base import StepsOf
@@ -100,12 +100,12 @@ class OtherRanks:
         configured.add_model(dataclasses.replace(process, config=flat), self._job)
         everyone = self._job.all_callbacks or self._job.users_callbacks
         if everyone:
-            self._job.callback_state = CallbackState(everyone, self._job.model)
+            self._job.callback_state = SharedCallbackState(everyone, self._job.model)
             strategy.callback_state = self._job.callback_state
         # A rank that becomes rank 0 has these callbacks, but has never called them.
         of_others = on_rank(everyone, 1) if self._job.all_callbacks else everyone
         of_rank_0 = [callback for callback in everyone if callback not in of_others]
-        self._of_rank_0 = CallbackState(of_rank_0, self._job.model) if of_rank_0 else None
+        self._of_rank_0 = SharedCallbackState(of_rank_0, self._job.model) if of_rank_0 else None
         self._saved: Mapping[str, Any] = {}
         self.strategy = strategy
         self.state = strategy.state = hvd.elastic.SharedKerasState(
@@ -271,7 +271,7 @@ class Elastic(Ring):
             )
         self.scheduler: BatchScheduler | None = None
         self.state: Any = None
-        self.callback_state: CallbackState | None = None
+        self.callback_state: SharedCallbackState | None = None
         self.ending = resume.Ending()
         self.reached = 0
         self.has_log = False
@@ -546,7 +546,7 @@ class Committer(keras.callbacks.Callback):
         of_rank_0: State of the callbacks that run on rank 0 only, which another rank may become.
     """
 
-    def __init__(self, state: Any, run: RunContext, of_rank_0: CallbackState | None) -> None:
+    def __init__(self, state: Any, run: RunContext, of_rank_0: SharedCallbackState | None) -> None:
         super().__init__()
         self.state, self.run, self.of_rank_0 = state, run, of_rank_0
         self.scheduler = cast(BatchScheduler, run.clock)

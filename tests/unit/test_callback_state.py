@@ -174,7 +174,7 @@ def test_what_an_interrupted_end_has_changed_is_undone() -> None:
 def test_a_rank_that_continues_has_the_state_of_another_one() -> None:
     """Also an attribute that has changed here only."""
     ahead, behind = Keeps(), Keeps()
-    states = [callback_state.CallbackState([callback], None) for callback in (ahead, behind)]
+    states = [callback_state.SharedCallbackState([callback], None) for callback in (ahead, behind)]
     ahead.phase = "second"
     behind.wait = 1
     states[0].restore(states[1].save())
