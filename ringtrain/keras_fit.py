@@ -119,7 +119,7 @@ def fit(
     import keras
 
     # One object with all arguments, as other ways to call it (own_fit, the configuration) make the same.
-    epochs, steps_per_epoch = _within_limits_of_keras(epochs, steps_per_epoch)
+    epochs, steps_per_epoch = within_limits_of_keras(epochs, steps_per_epoch)
     arguments = data.FitArguments(
         x=x,
         y=y,
@@ -155,7 +155,7 @@ def fit(
         raise error.with_traceback(None if is_filtered else error.__traceback__)  # noqa: B904
 
 
-def _within_limits_of_keras(epochs: int, steps_per_epoch: int | None) -> tuple[int, int | None]:
+def within_limits_of_keras(epochs: int, steps_per_epoch: int | None) -> tuple[int, int | None]:
     """Epochs and steps of an epoch up to `keras.config.max_epochs` and `max_steps_per_epoch`."""
     import keras
 

@@ -17,7 +17,6 @@ python_calls:   functions that threads of tf.data call, also while the process e
 parts:          a rank's parts of a batch, and the header of its rows
 streams:        batches of a tf.data.Dataset, PyDataset or generator, and a rank's rows of each
 from_rank_0:    batches that rank 0 sends to the other ranks
-whole_batches:  whole batches of a rank, for evaluation and prediction
 fit_arguments:  arguments of Keras' fit
 inputs:         training and validation data from them
 row_order:      order of samples and rows, and those of a rank
@@ -38,11 +37,10 @@ from ringtrain.data.dataset import (
     training_batches,
 )
 from ringtrain.data.fit_arguments import BATCH_SIZE, FitArguments, is_nest, with_batch_sizes
-from ringtrain.data.from_rank_0 import FromRank0, packed, read_on_rank_0
-from ringtrain.data.inputs import inputs, shapes_of, why_rank_0
+from ringtrain.data.from_rank_0 import FromRank0, packed
+from ringtrain.data.inputs import inputs, shapes_of, to_evaluate, why_rank_0
 from ringtrain.data.parts import Header, Parts, rows_of
 from ringtrain.data.records import Records
 from ringtrain.data.row_order import evaluation_shard, part_of, training_shard
 from ringtrain.data.sources import source
 from ringtrain.data.streams import Stream, StreamRows
-from ringtrain.data.whole_batches import WholeBatches, no_batches, whole_batches

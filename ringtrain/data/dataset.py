@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain.data import augment, python_calls, row_order
-from ringtrain.data.row_order import part_of, training_shard
+from ringtrain.data.row_order import evaluation_shard, part_of, training_shard
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -26,6 +25,8 @@ class Split:
     """whether each sample has an integer class; else the data are what `ringtrain.fit` takes"""
     is_of_rank_0 = False
     """whether rank 0 alone reads them"""
+    is_shard = False
+    """whether they are those of this rank alone, instead of all ranks' together"""
     may_end_early = False
     """whether an epoch can have fewer batches than the first"""
     advice = (
@@ -55,6 +56,12 @@ class Split:
     def num_readable(self, numbers: range) -> int:
         """Returns the number of these samples that this process has not found unreadable so far."""
         return len(numbers)
+
+    def shard(self, number: int, num_shards: int, whole: int = 1) -> range:
+        """Samples of a part of an evaluation; see `evaluation_shard`."""
+        if self.is_shard:
+            return range(len(self))
+        return evaluation_shard(len(self), number, num_shards, whole)
 
     def part(self, numbers: Sequence[int]) -> tf.data.Dataset | None:
         """Batches with these numbers, if samples are stored in batches."""
@@ -300,27 +307,19 @@ def dealt_batches(
     return ahead(batches.concatenate(steps(whole, length, length - whole)) if whole < length else batches)
 
 
-def evaluation_batches(
-    samples: Split, numbers: range, batch_size: int, chosen: NDArray[np.int64] | None = None
-) -> tf.data.Dataset:
-    """Returns batches of the samples with these successive numbers; the last batch may be smaller.
-
-    Args:
-        chosen: Which of these batches, counted from 0; None: all.
-    """
+def evaluation_batches(samples: Split, numbers: range, batch_size: int) -> tf.data.Dataset:
+    """Returns batches of the samples with these successive numbers; the last batch may be smaller."""
     import tensorflow as tf
 
     part = samples.part(numbers)
     if part is not None:
         return ahead(part)
-    if chosen is None:
-        chosen = np.arange(math.ceil(len(numbers) / batch_size))
 
     def numbers_of_batch(begin: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         end = tf.minimum(begin + batch_size, numbers.stop)
         return tf.constant(0, tf.int64), tf.range(begin, end)
 
-    order = tf.data.Dataset.from_tensor_slices(numbers.start + chosen * batch_size).map(numbers_of_batch)
+    order = tf.data.Dataset.range(numbers.start, numbers.stop, batch_size).map(numbers_of_batch)
     return ahead(samples.batches(order, batch_size, seed=None))
 
 

@@ -118,11 +118,11 @@ def arguments_of(name: str, result: Any) -> FitArguments:
         if callable(result["x"]):
             raise DataError(f"{name}: x is a function: only a script with ringtrain.fit can pass one")
         return FitArguments(**result)
-    if _is_batches(result):
+    if is_batches(result):
         return FitArguments(x=result)
     if isinstance(result, tuple | list) and len(result) == 2:
         train, held_out = result
-        if _is_batches(train):
+        if is_batches(train):
             return FitArguments(x=train, validation_data=held_out)
         if not isinstance(train, tuple | list):
             return FitArguments(x=train, y=held_out)
@@ -142,7 +142,7 @@ def _kind(result: Any) -> str:
     return kind
 
 
-def _is_batches(x: Any) -> bool:
+def is_batches(x: Any) -> bool:
     import keras
     import tensorflow as tf
     from keras.src.trainers.data_adapters import is_grain_dataset, is_torch_dataloader

@@ -69,6 +69,9 @@ class StreamOfRank0(Stream):
     def end_epoch(self, epoch: int, was_stopped: bool = False) -> None:
         self._source.end_epoch(epoch, was_stopped)
 
+    def shard(self, number: int, num_shards: int, whole: int = 1) -> range:
+        return range(0 if number else len(self))
+
     def part(self, numbers: Sequence[int]) -> tf.data.Dataset | None:
         part: tf.data.Dataset | None = self._source.part(numbers)
         return self.dataset if part is None else part

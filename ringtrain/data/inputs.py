@@ -10,10 +10,12 @@ from dataclasses import replace
 from types import GeneratorType
 from typing import Any
 
+import numpy as np
+
 from ringtrain.data import division
 from ringtrain.data.arrays import Arrays, NoSamples, NumberedRows
 from ringtrain.data.dataset import Split
-from ringtrain.data.fit_arguments import FitArguments
+from ringtrain.data.fit_arguments import BATCH_SIZE, FitArguments, is_batches, with_batch_sizes
 from ringtrain.data.from_rank_0 import FromRank0, StreamOfRank0, leaves, packed
 from ringtrain.data.parts import fingerprint
 from ringtrain.data.records import RecordRows, Records
@@ -81,6 +83,44 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[NumberedRows | Stream,
         _shortened(train, num_steps, batch_size),
         _shortened(_held_out(validation_data, given, batch_size, why_held_out), given.max_steps, batch_size),
     )
+
+
+def to_evaluate(given: FitArguments, of_rank_0: str) -> tuple[Split, int]:
+    """Data of `ringtrain.evaluate` and `ringtrain.predict`, and the rows of a batch, 1 if these are batches.
+
+    Args:
+        given: `steps_per_epoch` is the number of steps.
+        of_rank_0: Why rank 0 reads for all, as `why_rank_0` returns it.
+
+    Raises:
+        DataError: The data have no rows or no end, or cannot be divided.
+    """
+    import tensorflow as tf
+
+    from ringtrain import hvd
+
+    x, batch_size, steps = given.x, given.batch_size, given.steps_per_epoch
+    for name, number in (("batch_size", batch_size), ("steps", steps)):
+        if number is not None and number < 1:
+            raise DataError(f"ringtrain.fit: got {name} {number}, expected at least 1")
+    is_shard = callable(x)
+    if is_shard:
+        x = x(hvd.rank(), hvd.size())
+    if isinstance(x, list | np.ndarray) and len(x) and isinstance(x[0], str):  # which the tasks of KerasHub take
+        x = tf.constant(x)
+    if of_rank_0:
+        x = FromRank0(x)
+    if not is_batches(x) or given.y is not None or given.sample_weight is not None:
+        x = x, given.y, given.sample_weight
+    held_out = FitArguments(validation_data=x, validation_steps=steps, validation_batch_size=batch_size)
+    held_out = with_batch_sizes(held_out)
+    split = _held_out(x, held_out, BATCH_SIZE, of_rank_0)
+    split.is_shard = is_shard
+    if isinstance(split, Stream):
+        return split, 1
+    if not len(split):
+        raise DataError("ringtrain.fit: got arrays without rows, expected at least one")
+    return split, held_out.validation_batch_size or BATCH_SIZE
 
 
 def _divide(stream: Stream) -> None:
@@ -227,7 +267,7 @@ def _held_out(held_out: Any, given: FitArguments, batch_size: int, why_rank_0: s
         return _generated(held_out, steps)
     is_endless = isinstance(held_out, tf.data.Dataset) and held_out.cardinality() == tf.data.INFINITE_CARDINALITY
     if not steps and (is_endless or (isinstance(held_out, keras.utils.PyDataset) and held_out.num_batches is None)):
-        raise DataError("ringtrain.fit: got validation_data without an end, expected validation_steps with it")
+        raise DataError("ringtrain.fit: got held-out data without an end, expected a number of steps with it")
     stream = _stream(held_out, None, None, 1, False, given.seed, take=steps)
     if stream:
         stream.is_held_out = True
@@ -236,7 +276,7 @@ def _held_out(held_out: Any, given: FitArguments, batch_size: int, why_rank_0: s
     if isinstance(held_out, Records):
         samples = RecordRows(held_out)
     else:
-        _check_arrays("validation_data", held_out)
+        _check_arrays("held-out data", held_out)
         samples = Arrays(*keras.utils.unpack_x_y_sample_weight(held_out))
     rows = given.validation_batch_size or batch_size
     return samples.first(steps * rows) if steps else samples
@@ -320,7 +360,7 @@ def _generated(held_out: Any, steps: int | None) -> Stream:
     from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 
     if not steps:
-        raise DataError("ringtrain.fit: got a generator as validation_data, expected validation_steps with it")
+        raise DataError("ringtrain.fit: got a generator of held-out data, expected a number of steps with it")
     dataset = GeneratorDataAdapter(held_out).get_tf_dataset()
     spec, batches = dataset.element_spec, [leaves(batch) for batch in dataset.take(steps)]
     again = tf.data.Dataset.from_generator(lambda: (packed(spec, batch) for batch in batches), output_signature=spec)

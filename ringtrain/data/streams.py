@@ -49,7 +49,6 @@ class Stream(Split):
         is_held_out: Whether these are validation data, of which each rank evaluates some batches.
         is_cut: Whether these are the first batches of a longer dataset.
         is_endless: Whether all epochs are one iteration.
-        is_shard: Whether these are batches of one rank alone, instead of all ranks' together.
         on_resume: What a resumed run has to read again.
         why_rank_0: Why rank 0 reads for all, as a phrase; "": it does not.
         division: How each rank makes its own rows alone; None: it makes whole batches.
@@ -60,7 +59,7 @@ class Stream(Split):
     """
 
     has_classes = False
-    is_held_out = is_shard = is_endless = is_cut = False
+    is_held_out = is_endless = is_cut = False
     why_rank_0 = why_whole = ""
     division: division.Division | None = None
     steps_per_call = 1

@@ -7,10 +7,9 @@ variables are names of arrays. A name follows from the content, so that equal va
 from __future__ import annotations
 
 import collections
-import contextlib
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -25,6 +24,7 @@ from ringtrain.run.model_state import Arrays
 NO_STATE = {"_model", "params", "min_delta", "monitor_op", "writer", "csv_file", "progbar"}
 NO_STATE |= {"_writers", "_log_write_dir", "_train_dir", "_val_dir", "_summary_module", "_batch_trace_context"}
 """attributes that Keras sets in each start: paths, open files, and min_delta, whose sign it changes once per object"""
+VARIABLES = (tf.Variable, keras.Variable)
 KERAS_OBJECTS = (keras.Layer, keras.metrics.Metric, keras.optimizers.Optimizer)
 CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 PREFIX = "callback-"
@@ -43,46 +43,33 @@ class CallbackState:
 
     def __init__(self, callbacks: Sequence[keras.callbacks.Callback], model: Any = None) -> None:
         self.callbacks, self.model = callbacks, model
-        self._first: list[dict[str, Any]] = []
-        for callback in callbacks:
-            self._first.append({name: plain for name, (plain, _) in _split(callback, model)[0].items()})
+        self._first = [_split(callback, model)[0] for callback in callbacks]
         self._changed: list[set[str]] = [set() for _ in callbacks]
         """names of attributes that have changed, by callback: also one that has its first value again is saved"""
-        self._others: list[dict[str, list[Any]]] = []
-        """what cannot be saved, by callback, when training has begun"""
-        self._reported: set[str] = set()
-
-    def begin(self) -> None:
-        """Notes what has changed, and what cannot be saved, after callbacks have prepared their training."""
-        self._others = [self._look_at(number)[1] for number in range(len(self.callbacks))]
+        self._others: list[dict[str, list[Any]]] = [{} for _ in callbacks]
+        """what cannot be saved, by callback, with what it holds when it is first seen"""
+        self._named: set[str] = set()
 
     def save(self) -> State:
-        """Returns what has changed, and names once what has changed and cannot be saved."""
-        states, arrays = [], Arrays()
+        """Returns what has changed, and names once what has changed since the first save and cannot be saved."""
+        of_callbacks = []
         for number, callback in enumerate(self.callbacks):
-            changed, others = self._look_at(number)
-            states.append(_state_with(callback, changed, arrays))
-            for before in self._others[number : number + 1]:
-                self._report(type(callback).__name__, before, others)
-        return states, arrays
+            values, others = _split(callback, self.model)
+            first, changed = self._first[number], self._changed[number]
+            changed |= {name for name, (plain, _) in values.items() if name not in first or plain != first[name][0]}
+            of_callbacks.append({name: value for name, value in values.items() if name in changed})
+            for name, parts in others.items():
+                before = self._others[number].setdefault(name, parts)
+                if [id(part) for part in parts] != [id(part) for part in before]:
+                    self._name(f"{type(callback).__name__}.{name}", type(parts[0]).__name__)
+        return _state(self.callbacks, of_callbacks)
 
-    def _look_at(self, number: int) -> tuple[Values, dict[str, list[Any]]]:
-        """Attributes of a callback that have ever changed, and those that cannot be saved."""
-        values, others = _split(self.callbacks[number], self.model)
-        first, changed = self._first[number], self._changed[number]
-        changed |= {name for name, (plain, _) in values.items() if name not in first or plain != first[name]}
-        return {name: value for name, value in values.items() if name in changed}, others
-
-    def _report(self, of_class: str, before: Mapping[str, list[Any]], others: Mapping[str, list[Any]]) -> None:
-        for name, parts in others.items():
-            old = before.get(name, [])
-            is_same = len(parts) == len(old) and all(a is b for a, b in zip(parts, old, strict=True))
-            path = f"{of_class}.{name}"
-            if is_same or path in self._reported:
-                continue
-            self._reported.add(path)
-            text = f"{path} changes and cannot be saved ({type(parts[0]).__name__}): a resumed run has what your"
-            _say(f"{text} code sets; numbers, texts, arrays and variables are saved")
+    def _name(self, path: str, kind: str) -> None:
+        """Names once an attribute that is another object, or holds other ones."""
+        if path not in self._named:
+            text = f"{path} changes and cannot be saved ({kind}): a resumed run has what your code sets"
+            _say(f"{text}; numbers, texts, arrays and variables are saved")
+        self._named.add(path)
 
 
 class SharedCallbackState(CallbackState):
@@ -90,12 +77,37 @@ class SharedCallbackState(CallbackState):
 
     def __init__(self, callbacks: Sequence[keras.callbacks.Callback], model: Any) -> None:
         super().__init__(callbacks, model)
-        self._at_start = state_of(callbacks, model)
+        self._at_start = _state(callbacks, self._first)
 
     def restore(self, state: State = ([], {})) -> None:
         """Sets the state of another rank, and otherwise the values at the start."""
         restore_callbacks(self.callbacks, self._at_start)
         restore_callbacks(self.callbacks, state)
+
+
+class Snapshot:
+    """Values of a model, its optimizers and callbacks, to which they can return."""
+
+    def __init__(self, model: Any, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+        self._arrays: list[tuple[Any, NDArray[Any]]] = []
+        for variable in (*model.variables, *slots_of(model)):
+            self._arrays += [(copy, copy.numpy()) for copy in hvd.copies_of(variable)]
+        self._callbacks, self._state = callbacks, state_of(callbacks, model)
+        self._attributes = [dict(vars(callback)) for callback in callbacks]
+
+    def restore(self) -> None:
+        """Restores the values, and attributes of the callbacks that are new, gone, or another object."""
+        for callback, attributes in zip(self._callbacks, self._attributes, strict=True):
+            vars(callback).clear()
+            vars(callback).update(attributes)
+        self.restore_values()
+
+    def restore_values(self) -> None:
+        """Restores the values; attributes of the callbacks that cannot be saved, or are new, stay."""
+        for variable, array in self._arrays:
+            if not np.array_equal(variable.numpy(), array):
+                variable.assign(array)
+        restore_callbacks(self._callbacks, self._state)
 
 
 def _split(callback: Any, model: Any = None) -> tuple[Values, dict[str, list[Any]]]:
@@ -131,9 +143,8 @@ def _encoded(value: Any, of_model: set[int], arrays: Arrays) -> Any:
         return {"dict": _encoded([[*item] for item in value.items()], of_model, arrays)}
     if isinstance(value, KERAS_OBJECTS):
         return {"variables": _encoded([*value.variables], of_model, arrays)}
-    if isinstance(value, tf.Variable | keras.Variable) and id(value) not in of_model:
-        kind = "keras variable" if isinstance(value, keras.Variable) else "variable"
-        return {kind: _put_aside(value.numpy(), arrays)}
+    if isinstance(value, VARIABLES) and id(value) not in of_model:
+        return {"variable": _put_aside(value.numpy(), arrays)}
     raise TypeError(type(value).__name__)
 
 
@@ -151,10 +162,9 @@ def _put_aside(array: NDArray[Any], arrays: Arrays) -> str:
 def _decoded(value: Any, arrays: Mapping[str, NDArray[Any]], current: Any) -> Any:
     """Value of an attribute that holds `current`: variables in it are set, everything else is new."""
     if isinstance(value, list):
-        inner = [None for _ in value]
-        if isinstance(current, list | tuple) and len(current) == len(value):
-            inner = [*current]
-        return [_decoded(part, arrays, old) for part, old in zip(value, inner, strict=True)]
+        if not isinstance(current, list | tuple) or len(current) != len(value):
+            current = [None for _ in value]
+        return [_decoded(part, arrays, old) for part, old in zip(value, current, strict=True)]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
@@ -170,23 +180,27 @@ def _decoded(value: Any, arrays: Mapping[str, NDArray[Any]], current: Any) -> An
     array = arrays[content]
     if kind == "array":
         return array.copy()[()]  # a scalar, if it has no dimension
-    if isinstance(current, tf.Variable | keras.Variable) and tuple(current.shape) == array.shape:
+    if isinstance(current, VARIABLES) and tuple(current.shape) == array.shape:
         current.assign(array)
         return current
-    return tf.Variable(array) if kind == "variable" else keras.Variable(array, dtype=str(array.dtype))
+    return keras.Variable(array, dtype=str(array.dtype))
 
 
-def _state_with(callback: Any, values: Values, arrays: Arrays) -> dict[str, Any]:
-    """Class and values of a callback; copies of its arrays are added to the others, as training continues meanwhile."""
-    for _, parts in values.values():
-        arrays |= {name: np.array(array) for name, array in parts.items()}
-    return {"class": type(callback).__name__, "values": {name: plain for name, (plain, _) in values.items()}}
+def _state(callbacks: Sequence[keras.callbacks.Callback], of_callbacks: Sequence[Values]) -> State:
+    """State with these values of each callback, and copies of their arrays, as training continues meanwhile."""
+    states, arrays = [], Arrays()
+    for callback, values in zip(callbacks, of_callbacks, strict=True):
+        plain = {}
+        for name, (value, of_value) in values.items():
+            plain[name] = value
+            arrays |= {key: np.array(array) for key, array in of_value.items()}
+        states.append({"class": type(callback).__name__, "values": plain})
+    return states, arrays
 
 
 def state_of(callbacks: Sequence[keras.callbacks.Callback], model: Any) -> State:
-    """All that can be saved of callbacks, for `restore_callbacks`."""
-    arrays = Arrays()
-    return [_state_with(callback, _split(callback, model)[0], arrays) for callback in callbacks], arrays
+    """All that can be saved of callbacks."""
+    return _state(callbacks, [_split(callback, model)[0] for callback in callbacks])
 
 
 def restore_callbacks(callbacks: Sequence[keras.callbacks.Callback], state: State) -> None:
@@ -209,37 +223,3 @@ def _say(text: str) -> None:
     """Prints a line on rank 0."""
     if not (hvd.is_initialized() and hvd.rank()):
         print(f"ringtrain: {text}", file=sys.stderr, flush=True)
-
-
-class Snapshot:
-    """Values of a model, its optimizers and callbacks, to which they can return."""
-
-    def __init__(self, model: Any, callbacks: Sequence[keras.callbacks.Callback]) -> None:
-        self._variables: list[Any] = []
-        for variable in (*model.variables, *slots_of(model)):
-            self._variables += hvd.copies_of(variable)
-        self._arrays = [variable.numpy() for variable in self._variables]
-        self._callbacks, self._state = callbacks, state_of(callbacks, model)
-        self._attributes = [dict(vars(callback)) for callback in callbacks]
-
-    def restore(self) -> None:
-        """Restores the values, and attributes of the callbacks that are new, gone, or another object."""
-        for callback, attributes in zip(self._callbacks, self._attributes, strict=True):
-            vars(callback).clear()
-            vars(callback).update(attributes)
-        self.restore_values()
-
-    def restore_values(self) -> None:
-        """Restores the values; attributes of the callbacks that cannot be saved, or are new, stay."""
-        for variable, array in zip(self._variables, self._arrays, strict=True):
-            if not np.array_equal(variable.numpy(), array):
-                variable.assign(array)
-        restore_callbacks(self._callbacks, self._state)
-
-
-@contextlib.contextmanager
-def unchanged_afterwards(model: Any, callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[None]:
-    """Context after which a model, its optimizers and what can be saved of callbacks are as they were before."""
-    before = Snapshot(model, callbacks)
-    yield
-    before.restore_values()

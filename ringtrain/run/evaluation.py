@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
 
 
-LogsOfRank = tuple[tuple[int, int], dict[str, Any], dict[str, list[str]]]
-"""place of a rank's last batch among those of all ranks, Keras' logs, and the metrics of which they may be"""
+LogsOfRank = tuple[dict[str, Any], dict[str, list[str]]]
+"""Keras' logs of a rank's last batch, and the metrics of which they may be"""
 
 
 class Evaluation(keras.callbacks.Callback):
@@ -40,12 +40,10 @@ class Evaluation(keras.callbacks.Callback):
         self.num_shards = run.config.train.virtual_ranks or run.size
         self.own = range(*data.part_of(self.num_shards, run.rank, run.size))
         """numbers of this rank's shards: one, or one per virtual rank"""
-        num_test, whole_batch = run.numbers.num_test, run.validation.batch_size or 1
-        self.shards = [data.evaluation_shard(num_test, number, self.num_shards, whole_batch) for number in self.own]
-        if self.test.is_of_rank_0:
-            self.shards = [range(0 if number else num_test) for number in self.own]
+        whole_batch = run.validation.batch_size or 1
+        self.shards = [self.test.shard(number, self.num_shards, whole_batch) for number in self.own]
         self.batches: list[Any] = []
-        if num_test:
+        if run.numbers.num_test:
             rows = run.validation.batch_size or run.numbers.batch_size
             self.batches = [data.evaluation_batches(self.test, shard, rows) for shard in self.shards]
         self.seconds = 0.0
@@ -53,52 +51,10 @@ class Evaluation(keras.callbacks.Callback):
         """of the last complete epoch"""
         self._left_out: set[str] = set()
         """names of logs that are no metrics and differ in shape between ranks"""
-        self.of_rank: list[NDArray[Any]] = []
-        """state of this rank's metrics at the last sum over the ranks"""
-        self.of_all: list[NDArray[Any]] = []
-        """that sum"""
-        self.results: dict[str, Any] = {}
-        """of this rank's metrics at the last sum"""
-        self.evaluated_logs: LogsOfRank | None = None
-        """of this rank's last evaluation; None: it had no samples"""
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Lets shuffles and caches, which training data may share, be as earlier processes have left them."""
         self.run.pass_over(self.run.start.initial_epoch, self.run.clock.epoch)
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Sets metrics that `reset_state` leaves alone back to this rank's own state, or the sum would count again."""
-        keys = [id(variable) for variable in self.model.metrics_variables]
-        of_rank = dict(zip(keys, self.of_rank, strict=False))
-        of_all = dict(zip(keys, self.of_all, strict=False))
-        self.of_rank, self.of_all = [], []
-        if hvd.is_shared(self.model):
-            return  # each rank has the state of all, and adds to it what all have trained
-        for metric in _single_metrics(self.model.metrics):
-            variables = {id(variable): variable for variable in metric.variables if id(variable) in of_all}
-            if not any(np.any(of_all[key]) for key in variables):
-                continue  # a reset gives zeros, too
-            if all(np.array_equal(keras.ops.convert_to_numpy(variables[key]), of_all[key]) for key in variables):
-                for key, variable in variables.items():
-                    variable.assign(of_rank[key])
-
-    def summed(self, num_samples: int, values: Sequence[NDArray[Any]] | None = None) -> dict[str, Any]:
-        """`over_all_ranks`; keeps what this rank had, for the next epoch. Collective."""
-        self.of_rank = states_of_metrics(self.model)
-        self.results = results_of_metrics(self.model)
-        metrics = over_all_ranks(self.model, num_samples, values)
-        self.of_all = states_of_metrics(self.model)
-        return metrics
-
-    def take_own(self, shard: int = 0) -> None:
-        """Gives the metrics this rank's own state again, for an evaluation that may not reset all of them.
-
-        Where each rank has the state of all, shard 0 alone begins with it, and the sum over the shards has it once.
-        """
-        has_state = shard == 0 or not hvd.is_shared(self.model)
-        for variable, value in zip(self.model.metrics_variables, self.of_rank, strict=True):
-            sums = value if has_state else np.zeros_like(value)
-            variable.assign(sums)
 
     @hvd.during("evaluate")
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -110,15 +66,15 @@ class Evaluation(keras.callbacks.Callback):
 
     def _add_metrics(self, epoch: int, logs: dict[str, Any]) -> None:
         hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
-        metrics = self.summed(num_samples=1)  # not 0, as ranks have trained
-        self.set_metrics(logs, metrics, (self.run.clock.results, self.results))
+        results = results_of_metrics(self.model)
+        metrics = over_all_ranks(self.model, num_samples=1)  # not 0, as ranks have trained
+        self.set_metrics(logs, metrics, (self.run.clock.results, results))
         was_stopped = self.run.callbacks.stop.is_ended  # by a step: those that end with the epoch come later
         self.run.data_set.train.end_epoch(epoch - self.run.start.initial_epoch, was_stopped)
         if not self.run.numbers.num_test or not self.run.validation.is_due(epoch):
             return
         begin_s = time.perf_counter()
-        self.evaluated_logs = None
-        parts = hvd.run_together(lambda: self._evaluate_shards(epoch), of_script=True)
+        parts, logs_of_rank = hvd.run_together(lambda: self._evaluate_shards(epoch), of_script=True)
         num_samples = sum(map(self.test.num_readable, self.shards))
         values = parts[0]
         if self.run.config.train.virtual_ranks:  # a row each: their sum does not depend on the number of ranks
@@ -126,8 +82,8 @@ class Evaluation(keras.callbacks.Callback):
             for number, part in zip(self.own, parts, strict=True):
                 for rows, sums in zip(values, part, strict=True):
                     rows[number] = sums
-        metrics = self.summed(num_samples, values)
-        for name, value in logs_of_all(metrics, self.evaluated_logs).items():
+        metrics = over_all_ranks(self.model, num_samples, values)
+        for name, value in logs_of_all(metrics, logs_of_rank).items():
             logs[f"{self.run.validation.prefix}{name}"] = value
         self.seconds += time.perf_counter() - begin_s
 
@@ -172,79 +128,51 @@ class Evaluation(keras.callbacks.Callback):
             text = f"left out are logs that not all ranks have in one shape: {', '.join(sorted(unlike))}"
             print(f"ringtrain: {text}: return the same ones on every rank", file=sys.stderr, flush=True)
 
-    def _evaluate_shards(self, epoch: int) -> list[list[NDArray[Any]]]:
-        """State of the metrics after each of this rank's shards."""
+    def _evaluate_shards(self, epoch: int) -> tuple[list[list[NDArray[Any]]], LogsOfRank | None]:
+        """State of the metrics after each of this rank's shards, and its logs."""
         self.test.begin_evaluation(self.run.num_evaluations(self.run.start.initial_epoch, epoch))
         # Where ranks share seeds, layers that are random here, too, must leave them as they were.
         seeds = hvd.seeds(self.model) if hvd.is_shared(self.model) else []
         kept, parts = [keras.ops.convert_to_numpy(seed) for seed in seeds], []
         # One evaluation for the script's callbacks, also on a rank without a batch: they may change what ranks share.
-        callbacks = CallbacksOfShards([*self.run.users_callbacks])  # parameters would replace those of training
+        callbacks = CallbacksOfRank([*self.run.users_callbacks])  # parameters would replace those of training
         callbacks.begin()
         try:
             for number, shard, batches in zip(self.own, self.shards, self.batches, strict=True):
                 for seed, value in zip(seeds, kept, strict=True):
                     seed.assign(value + seed_of(number))
-                self.take_own(number)
-                parts.append(self._evaluated(shard, batches, callbacks))
+                parts.append(evaluate_shard(self.model, self.test, shard, batches, callbacks, True))
         finally:
             for seed, value in zip(seeds, kept, strict=True):
                 seed.assign(value)
         self.test.end_evaluation()
-        if callbacks.logs is None:  # this rank had no batch
-            callbacks.logs = {name: results_of_metrics(self.model)[name] for name in keras_names(self.model)}
-        callbacks.end()
+        if callbacks.logs_of_rank:
+            logs = callbacks.logs_of_rank[0]
+        else:  # this rank had no batch
+            logs = {name: results_of_metrics(self.model)[name] for name in keras_names(self.model)}
+        callbacks.end(logs)
         self.run.data_set.raise_unreadable()
-        return parts
-
-    def _evaluated(self, shard: range, batches: Any, callbacks: CallbacksOfShards) -> list[NDArray[Any]]:
-        """State of the metrics after a shard of the test samples."""
-        if self.test.num_readable(shard):
-            calls_before = callbacks.num_calls
-            # Keras would read data of unknown length to their end, and count the end in the losses of single outputs.
-            # A shard of a stream has as many batches as numbers.
-            steps = len(shard) if int(batches.cardinality()) == tf.data.UNKNOWN_CARDINALITY else None
-            with _prepared(self.model, batches, steps) as words:
-                logs = evaluated(self.model, batches, callbacks, steps=steps, **words)
-            names = metrics_behind(logs, results_of_metrics(self.model))
-            if callbacks.num_calls > calls_before:  # else all of its samples are unreadable
-                callbacks.logs = logs
-                self.evaluated_logs = (shard.stop, self.run.rank), logs, names
-        else:
-            self.model.reset_metrics()
-        return states_of_metrics(self.model)
+        return parts, callbacks.logs_of_rank
 
 
 class CallbacksOfRank(keras.callbacks.CallbackList):
-    """Callbacks of one rank's evaluation or prediction, each batch of which is progress for the detection of stalls."""
-
-    num_calls = 0
-    """calls of Keras' function so far"""
-
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._count()
-        super().on_test_batch_end(batch, logs)
-
-    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._count()
-        super().on_predict_batch_end(batch, logs)
-
-    def _count(self) -> None:
-        self.num_calls += 1
-        hvd.step_timing.PLACE.advance()
-
-
-class CallbacksOfShards(CallbacksOfRank):
-    """Callbacks that are told once of a rank's evaluation, which is made in as many parts as it has shards.
+    """Callbacks of one rank's evaluation or prediction, each batch of which is progress for the detection of stalls.
 
     Attributes:
-        logs: Of the last shard with a batch, for `end`.
+        num_calls: Calls of Keras' function so far.
+        outputs: Of each call of a prediction.
+        logs_of_rank: Of the last shard with a batch.
     """
 
-    logs: Mapping[str, Any] | None = None
+    num_calls = 0
+    logs_of_rank: LogsOfRank | None = None
+
+    def __init__(self, *arguments: Any, **params: Any) -> None:
+        super().__init__(*arguments, **params)
+        self.outputs: list[Any] = []
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Does nothing: Keras calls it for each shard."""
+        """Does nothing: Keras calls it for each shard of a rank."""
 
     def on_test_end(self, logs: Any = None) -> None:
         """Does nothing, for the same reason."""
@@ -252,35 +180,53 @@ class CallbacksOfShards(CallbacksOfRank):
     def begin(self) -> None:
         super().on_test_begin()
 
-    def end(self) -> None:
-        super().on_test_end(self.logs)
-
-
-class CallbacksOfAll(CallbacksOfRank):
-    """Callbacks that are told the metrics of all ranks at the end, by `end`, and that keep the outputs of each call."""
-
-    def __init__(self, *arguments: Any, **params: Any) -> None:
-        super().__init__(*arguments, **params)
-        self.outputs: list[Any] = []
-
-    def on_test_end(self, logs: Any = None) -> None:
-        """Does nothing: Keras calls it with the metrics of this rank."""
-
     def end(self, logs: Mapping[str, Any]) -> None:
         super().on_test_end(logs)
 
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._count()
+        super().on_test_batch_end(batch, logs)
+
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._count()
         self.outputs.append(logs["outputs"])
         super().on_predict_batch_end(batch, logs)
 
+    def _count(self) -> None:
+        self.num_calls += 1
+        hvd.step_timing.PLACE.advance()
+
+
+def evaluate_shard(
+    model: keras.Model, test: data.Split, shard: range, batches: Any, callbacks: CallbacksOfRank, is_prepared: bool
+) -> list[NDArray[Any]]:
+    """State of the metrics after a shard of the test samples, whose logs the callbacks keep.
+
+    Args:
+        is_prepared: Whether the batches are what an `evaluate` of the model's own makes of a script's.
+    """
+    if not test.num_readable(shard):
+        model.reset_metrics()
+        return states_of_metrics(model)
+    calls_before = callbacks.num_calls
+    # Keras would read data of unknown length to their end, and count the end in the losses of single outputs.
+    # A shard of a stream has as many batches as numbers.
+    steps = len(shard) if int(batches.cardinality()) == tf.data.UNKNOWN_CARDINALITY else None
+    with _prepared(model, batches, steps, is_prepared) as words, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Your input ran out of data")  # e.g. because of skipped samples
+        logs = model.evaluate(batches, verbose=0, callbacks=callbacks, return_dict=True, steps=steps, **words)
+    if callbacks.num_calls > calls_before:  # else all of its samples are unreadable
+        callbacks.logs_of_rank = logs, metrics_behind(logs, results_of_metrics(model))
+    return states_of_metrics(model)
+
 
 @contextlib.contextmanager
-def _prepared(model: keras.Model, batches: Any, steps: int | None) -> Iterator[dict[str, Any]]:
-    """Context of an evaluation of batches that are prepared, with arguments for an `evaluate` of the model's own.
+def _prepared(model: keras.Model, batches: Any, steps: int | None, is_prepared: bool) -> Iterator[dict[str, Any]]:
+    """Context of an evaluation, with arguments by which an `evaluate` of the model's own does not prepare its batches.
 
     Keras' `fit` has the same: else the tasks of KerasHub would prepare the batches a second time.
     """
-    if type(model).evaluate is keras.Model.evaluate:
+    if not is_prepared or type(model).evaluate is keras.Model.evaluate:
         yield {}
         return
     model._eval_epoch_iterator = TFEpochIterator(
@@ -290,24 +236,6 @@ def _prepared(model: keras.Model, batches: Any, steps: int | None) -> Iterator[d
         yield {"_use_cached_eval_dataset": True}
     finally:
         del model._eval_epoch_iterator
-
-
-def evaluated(model: keras.Model, batches: Any, callbacks: CallbacksOfRank, **words: Any) -> dict[str, Any]:
-    """Evaluates one rank's batches; returns Keras' logs."""
-    with warnings.catch_warnings():  # Keras may not know the number of batches, as with skipped samples
-        warnings.filterwarnings("ignore", "Your input ran out of data")
-        logs: dict[str, Any] = model.evaluate(batches, verbose=0, callbacks=callbacks, return_dict=True, **words)
-    return logs
-
-
-def _single_metrics(metrics: Sequence[keras.Metric]) -> Iterator[keras.Metric]:
-    """The metrics, and those that Keras wraps in one, each by itself."""
-    for metric in metrics:
-        parts = getattr(metric, "metrics", None)
-        if parts:
-            yield from _single_metrics(parts)
-        else:
-            yield metric
 
 
 def states_of_metrics(model: keras.Model) -> list[NDArray[Any]]:
@@ -365,8 +293,8 @@ def logs_of_all(metrics: Mapping[str, Any], of_rank: LogsOfRank | None) -> dict[
     """
     of_ranks = hvd.allgather_object(of_rank, name="ringtrain_logs_of_evaluation")
     had_batches = [one for one in of_ranks if one is not None]
-    _, logs, _ = max(had_batches, key=lambda one: one[0])
-    metric_of = first_of_all([names for _, _, names in had_batches])
+    logs, _ = had_batches[-1]
+    metric_of = first_of_all([names for _, names in had_batches])
     return {**logs, **{name: metrics[metric] for name, metric in metric_of.items()}}
 
 

@@ -146,15 +146,17 @@ class CallbacksOfRun(keras.callbacks.CallbackList):
                 callback.append = True
 
     def on_train_begin(self, logs: Any = None) -> None:
-        with contextlib.ExitStack() as stack:
-            if self._run.start.is_later:
-                stack.enter_context(callback_state.unchanged_afterwards(self.model, []))
-            # After a change of ranks, the user's callbacks go on, but for those that begin on a new rank 0.
-            everyone, begun = self.callbacks, self._run.begun
-            self.callbacks = [callback for callback in everyone if id(callback) not in begun]
-            super().on_train_begin(logs)
-            self.callbacks = everyone
-            begun |= {id(callback) for callback in self._run.users_callbacks}
+        before = None
+        if self._run.start.is_later:
+            before = callback_state.Snapshot(self.model, [])
+        # After a change of ranks, the user's callbacks go on, but for those that begin on a new rank 0.
+        everyone, begun = self.callbacks, self._run.begun
+        self.callbacks = [callback for callback in everyone if id(callback) not in begun]
+        super().on_train_begin(logs)
+        self.callbacks = everyone
+        begun |= {id(callback) for callback in self._run.users_callbacks}
+        if before:
+            before.restore_values()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         clock, users = self._run.clock, self._run.users_callbacks
@@ -163,5 +165,6 @@ class CallbacksOfRun(keras.callbacks.CallbackList):
         if clock.epoch_complete and not clock.is_open and is_new:
             super().on_epoch_begin(epoch, logs)
             return
-        with callback_state.unchanged_afterwards(self.model, users):
-            super().on_epoch_begin(epoch, logs)
+        before = callback_state.Snapshot(self.model, users)
+        super().on_epoch_begin(epoch, logs)
+        before.restore_values()

@@ -80,7 +80,7 @@ class Saver(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self.callback_state is not None:
-            self.callback_state.begin()
+            self.callback_state.save()  # notes what callbacks have set to prepare their training
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._written and self._written.done():

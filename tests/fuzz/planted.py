@@ -103,8 +103,8 @@ PLANTED = (
     ),
     Mutant(
         *("results of a metric that returns a dict are averaged", EVALUATION, "    metrics = metric_results(model)\n"),
-        "    found = {metric.name: metric.result() for metric in _single_metrics(model.metrics)}\n"
-        "    metrics = {name: value for name, value in found.items() if not isinstance(value, dict)}\n",
+        "    metrics = metric_results(model)\n"
+        "    metrics = {name: metrics[name] for name in metrics.keys() - {'mean', 'rows'}}\n",
         *(TWO, UNEVEN + r"&metrics=\[Both"),
     ),
     # Optimizers

@@ -12,6 +12,7 @@ from fit_alike import X, Y, compiled, dense, refused
 
 import ringtrain
 from ringtrain import hvd
+from ringtrain.data import part_of
 
 
 class _Stops(keras.callbacks.Callback):
@@ -24,9 +25,9 @@ class _Stops(keras.callbacks.Callback):
         self.model.stop_predicting = batch == 1 and hvd.rank() == hvd.size() - 1
 
 
-def _alike(model: keras.Model, data: tuple[Any, ...], *expected: Any) -> None:
+def _alike(model: keras.Model, data: Any, *expected: Any, steps: int | None = None) -> None:
     """All ranks get the results of one process."""
-    logs = ringtrain.evaluate(model, *data, verbose=0, return_dict=True)
+    logs = ringtrain.evaluate(model, data, steps=steps, verbose=0, return_dict=True)
     assert len(set(hvd.allgather_object(str(logs), name="results"))) == 1
     for name, value in model.evaluate(*expected, verbose=0, return_dict=True).items():
         np.testing.assert_allclose(logs[name], value, rtol=1e-9, err_msg=name)
@@ -52,25 +53,29 @@ def evaluation_of_what_only_ranks_have() -> None:
         return tf.data.Dataset.from_tensor_slices((X[rows], Y[rows])).batch(4)
 
     model, end = compiled(dense(), metrics=["mae"]), hvd.size() * 10
-    _alike(model, (ringtrain.from_rank_0(generated() if hvd.rank() == 0 else None),), X, Y)
-    _alike(model, (tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(100).batch(16),), X, Y)
-    _alike(model, (shard,), X[:end], Y[:end])
+    _alike(model, ringtrain.from_rank_0(generated() if hvd.rank() == 0 else None), X, Y, steps=7)
+    _alike(model, generated(), X[:48], Y[:48], steps=3)
+    _alike(model, tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(100).batch(16), X, Y)
+    _alike(model, pairs().filter(lambda x, y: tf.shape(x)[0] == 16), X[:96], Y[:96])
+    _alike(model, shard, X[:end], Y[:end])
     np.testing.assert_allclose(ringtrain.predict(model, shard, verbose=0), model.predict(X[:end], verbose=0), rtol=1e-9)
 
     stops = _Stops()
     ours = ringtrain.predict(model, X, batch_size=8, verbose=0, callbacks=[stops])
-    np.testing.assert_array_equal(ours, model.predict(X[: hvd.size() * 16], batch_size=8, verbose=0))
+    begin, _ = part_of(13, hvd.size() - 1, hvd.size())
+    np.testing.assert_array_equal(ours, model.predict(X[: (begin + 2) * 8], batch_size=8, verbose=0))
     assert 0 < stops.num_batches < 13, "each rank computes a part"
 
     other = X[:: 1 - 2 * (hvd.rank() == hvd.size() - 1)]
     refused(f"rank {hvd.size() - 1} has other data", lambda: ringtrain.predict(model, other, verbose=0))
     own = ((X + hvd.rank(), Y) for _ in range(3))
-    refused("rank 1 has other data", lambda: ringtrain.evaluate(model, own, verbose=0))
+    refused("rank 1 has other data", lambda: ringtrain.evaluate(model, own, steps=3, verbose=0))
     refused("without an end", lambda: ringtrain.evaluate(model, pairs().repeat(), verbose=0))
     refused("without batches", lambda: ringtrain.predict(model, pairs().filter(lambda x, y: False), verbose=0))
     for function in (ringtrain.evaluate, ringtrain.predict):
+        refused("a generator of held-out data", lambda one=function: one(model, generated(), verbose=0))
         try:
-            function(model, failing(), verbose=0)
+            function(model, failing(), steps=9, verbose=0)
         except Exception as error:
             assert "broken file" in str(error), error
         else:

@@ -338,9 +338,7 @@ def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
     yield elastic, "evaluation", SimpleNamespace(states_of_metrics=lambda _: ())
     yield elastic, "Snapshot", training.Snapshot
     yield Ring, "training", training.steps
-    unchanged = SimpleNamespace(
-        restore_callbacks=lambda *_: None, unchanged_afterwards=lambda *_: contextlib.nullcontext()
-    )
+    unchanged = SimpleNamespace(restore_callbacks=lambda *_: None, Snapshot=training.Snapshot)
     yield loop, "callback_state", unchanged
 
 

@@ -95,6 +95,8 @@ class Snapshot:
         for variable, value in zip(self.model.variables, self.values, strict=True):
             variable.assign(value)
 
+    restore_values = restore
+
 
 class Strategy(elastic.Elastic):
     """The elastic strategy; what its base class does to train is `steps`."""

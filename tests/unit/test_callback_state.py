@@ -70,7 +70,7 @@ def test_callbacks_are_found_by_class_and_order(capsys: Any) -> None:
 
 
 class KeepsMore(keras.callbacks.Callback):
-    """What averages and counters keep."""
+    """Callback with all kinds of attributes that are saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_what_changes_and_cannot_be_saved_is_named_once(capsys: Any) -> None:
     callback = Writes()
     state = callback_state.CallbackState([callback])
     callback.monitor_op = len  # as Keras' callbacks prepare a training
-    state.begin()
+    state.save()
     for number in range(2):
         callback.writer, callback.inside.number = object(), number
         callback.seen.add(number)

@@ -105,6 +105,30 @@ def test_keras_limits(tmp_path: Path) -> None:
         keras.config.set_max_steps_per_epoch(None)
 
 
+@pytest.mark.parametrize("texts", [["b", "c", "a"], np.array(["b", "c", "a"])])
+def test_texts_are_predicted(texts: Any) -> None:
+    """As the tasks of KerasHub take them."""
+    inputs = keras.Input((), dtype="string")
+    model = keras.Model(inputs, keras.layers.StringLookup(vocabulary=["a", "b"])(inputs))
+    assert ringtrain.predict(model, texts, batch_size=2, verbose=0).tolist() == [2, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["evaluate", "predict"])
+def test_data_that_cannot_be_evaluated(name: str) -> None:
+    function = getattr(ringtrain, name)
+    for given, message in (
+        ((row for row in [X]), "a generator of held-out data, expected a number of steps"),
+        (tf.data.Dataset.from_tensors((X, Y)).repeat(), "held-out data without an end"),
+        (tf.data.Dataset.from_tensors((X, Y)).take(0), "without batches"),
+        (X[:0], "arrays without rows"),
+        (None, "got nothing for held-out data"),
+    ):
+        with pytest.raises(DataError, match=f"^ringtrain.{name}: .*{message}"):
+            function(_model(), given, verbose=0)
+    with pytest.raises(DataError, match="got steps 0, expected at least 1"):
+        function(_model(), X, steps=0, verbose=0)
+
+
 def test_a_rank_that_calls_it_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the error of Horovod after another rank has exited."""
     from ringtrain import hvd
