@@ -169,8 +169,6 @@ class Job:
     """for summary.json"""
     named_in_errors: str = "ringtrain.fit"
     """function that the data come from"""
-    follows_schedule: bool = True
-    """whether the configuration's schedule sets the learning rate, not the compiled optimizer"""
     callback_state: SharedCallbackState | None = None
     """of the user's callbacks, if it is kept longer than by one run; None: made when training begins"""
     begun: set[int] = field(default_factory=set)

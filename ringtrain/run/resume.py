@@ -306,12 +306,6 @@ def _local_states(newest: checkpoint.Checkpoint, model: keras.Model, seed: int) 
     return by_rank
 
 
-def manifest_of(folder: Path | None) -> Mapping[str, Any]:
-    """Returns the manifest of the checkpoint that `restore` would find, or {} if there is none."""
-    newest, _ = _find(folder, must=False)
-    return newest.manifest if newest else {}
-
-
 def callbacks_of(folder: Path) -> callback_state.State:
     """Returns the state of the user's callbacks in the checkpoint that `restore` would find."""
     return _find(folder, must=True)[1].callbacks

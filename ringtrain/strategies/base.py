@@ -66,6 +66,11 @@ class Strategy:
         self.shares_state = self.ranks_change or config.train.virtual_ranks > 0
         self.about: dict[str, Any] = {"ranks_talk_by": loaded}
 
+    @property
+    def num_copies(self) -> int:
+        """Copies of the model in all processes, each of which trains `train.batch_size` samples in a step."""
+        return hvd.size() * self.copies
+
     # ---- before training ---------------------------------------------------------------------------------------------
 
     def begin(self) -> devices.Pinning:

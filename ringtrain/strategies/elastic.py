@@ -2,16 +2,15 @@
 
 Every step leaves the same state on all current ranks, or none of its own: `optim.step`. When a rank is lost, the
 rank that is furthest gives its state to the others, and the step under way is made again; when hosts have joined or
-left, all continue after the current step. The global batch stays that of the run's start, and with it the position
-that follows from the global step, and the learning rate. The ranks share it, also unevenly: a rank with n of its G
-samples has the weight n / G, so that the update is that of one process with all of them.
+left, all continue after the current step. The global batch does not depend on the ranks, and with it the position that
+follows from the global step, and the learning rate. The ranks share it, also unevenly: a rank with n of its G samples
+has the weight n / G, so that the update is that of one process with all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,11 +19,10 @@ from typing import TYPE_CHECKING, Any, cast
 import keras
 
 from ringtrain import hvd
-from ringtrain.config import Config, ScheduleConfig
-from ringtrain.derived import Numbers, derive, num_shards
+from ringtrain.config import Config
+from ringtrain.derived import num_shards
 from ringtrain.errors import ConfigError
 from ringtrain.hvd import train_step
-from ringtrain.optim import optimizers, schedules
 from ringtrain.optim.sums import SumsOverRanks
 from ringtrain.protocol import failures
 from ringtrain.run import console, devices, evaluation, from_checkpoint, model_state, resume, run_folder
@@ -67,11 +65,8 @@ class OtherRanks(FromCheckpoint):
         self.strategy, configured = cast(Elastic, process.strategy), process.source
         self.faults, self.code, self.pin = configured.faults, configured.code, configured.pin
         self.is_quiet = configured.is_quiet
-        # The schedule's rates are set from outside: ranks that join later must build the same.
-        job = configured.read_job(process)
-        flat = dataclasses.replace(process.config, schedule=ScheduleConfig())
-        self._job = dataclasses.replace(job, numbers=_numbers(flat, job, num_shards(flat, hvd.size())))
-        configured.add_model(dataclasses.replace(process, config=flat), self._job)
+        self._job = configured.read_job(process)
+        configured.add_model(process, self._job)
         # A rank that becomes rank 0 has its callbacks, but has never called them.
         model, everyone = self._job.model, self._job.all_callbacks
         users = SharedCallbackState(everyone or self._job.users_callbacks, model)
@@ -85,7 +80,6 @@ class OtherRanks(FromCheckpoint):
             self.strategy.synced,
             folder="",
             records="",
-            numbers=self._job.numbers,
             start=resume.Start(),
             progress=(-1,),
             num_ranks=0,
@@ -95,23 +89,15 @@ class OtherRanks(FromCheckpoint):
         )
 
     def read_job(self, process: Process) -> Job:
-        """The job with the numbers of the first ranks, whose global batch is kept."""
-        state, job = self.state, self._job
+        """The job of this rank, as the current ranks need it."""
+        job = self._job
         if hvd.rank():
             process.lock.release(to_own_job=True)  # the current rank 0 takes it
-        num_ranks = hvd.run_together(lambda: num_shards(process.config, hvd.size()))
-        if not state.folder:
-            from_checkpoint.find_start(process)
-            config = process.config
-            folder, _ = resume.source_of(config)
-            saved = hvd.on_rank_0(lambda: resume.manifest_of(folder)).get("numbers", {})
-            if saved.get("batch_size") == config.train.batch_size:
-                num_ranks = saved["num_ranks"]
-            state.numbers = hvd.run_together(lambda: _numbers(config, job, num_ranks))
+        hvd.run_together(lambda: num_shards(process.config, hvd.size()))  # raises an error if there are more ranks
         users = job.users_callbacks
         if job.all_callbacks:
             users = on_rank(job.all_callbacks, hvd.rank())
-        return dataclasses.replace(job, numbers=state.numbers, users_callbacks=users)
+        return dataclasses.replace(job, users_callbacks=users)
 
     def add_model(self, process: Process, job: Job) -> None:
         """Does nothing: the model exists."""
@@ -167,14 +153,6 @@ def _common(endings: Sequence[resume.Ending]) -> resume.Ending:
     )
 
 
-def _numbers(config: Config, job: Job, num_ranks: int) -> Numbers:
-    if not job.follows_schedule:  # a script's numbers do not depend on the ranks
-        return job.numbers
-    before = job.numbers
-    rows = 0 if job.data_set.train.has_classes else before.samples_per_step
-    return derive(config, num_ranks, before.num_train, before.num_test, rows)
-
-
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +177,10 @@ class Elastic(Ring):
         self.ending = resume.Ending()
         self._clock: ElasticClock | None = None
         """of the current ranks, once they train"""
+
+    @property
+    def num_copies(self) -> int:
+        return 1  # however many ranks share the batch
 
     def begin(self) -> devices.Pinning:
         return devices.pin_rank(self.config, devices.slot(), hvd.local_size())
@@ -272,7 +254,7 @@ class Elastic(Ring):
 
 
 class ElasticClock(resume.Clock):
-    """Counts the steps of some ranks, and sets the learning rate; the end of an epoch or of training can be undone.
+    """Counts the steps of some ranks; the end of an epoch or of training can be undone.
 
     Attributes:
         generation: ID of the ranks that train together.
@@ -284,10 +266,6 @@ class ElasticClock(resume.Clock):
         self.run, self.generation = run, generation
         self.is_open = run.start.is_open
         self._before_end: tuple[Snapshot, resume.Ending] | None = None
-        self._schedule: schedules.Schedule | None = None
-        if run.follows_schedule:
-            self._schedule = schedules.schedule_of(run.config, run.numbers)
-        self._rate = math.nan
 
     @property
     def where(self) -> dict[str, Any]:
@@ -326,12 +304,6 @@ class ElasticClock(resume.Clock):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         super().on_train_batch_begin(batch, logs)
         hvd.step_timing.PLACE.enter("step")
-        if self._schedule is None:
-            return
-        rate = float(self._schedule.rate(self.global_step)) * self.run.callbacks.plateau.share
-        if rate != self._rate:  # otherwise a rate set by callbacks is kept
-            self._rate = rate
-            optimizers.set_rate(self.model.optimizer, rate)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         hvd.step_timing.PLACE.enter("callbacks")

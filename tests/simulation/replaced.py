@@ -146,12 +146,9 @@ class FromCheckpoint:
     def __init__(self, horovod: Horovod) -> None:
         self.horovod = horovod
 
-    def find_start(self, process: Any) -> None:
-        horovod, folder = self.horovod, PurePath("run")
-        horovod.on_rank_0(lambda: process.lock.take(folder, same_job=True))
-
     def restore(self, process: Any, job: Any) -> tuple[resume.Start, Mapping[str, Any]]:
         horovod, storage = self.horovod, self.horovod.member.cluster.storage
+        horovod.on_rank_0(lambda: process.lock.take(PurePath("run"), same_job=True))
         saved = storage.checkpoints[-1] if storage.checkpoints else None
         saved, summary = horovod.broadcast_object((saved, storage.summary), name="ringtrain_start")
         if saved is None:
@@ -333,13 +330,6 @@ def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
     yield elastic, "failures", SimpleNamespace(report_recovery=report_recovery)
     yield elastic, "console", SimpleNamespace(terminal_of=lambda _: Terminal(horovod))
 
-    def manifest_of(folder: Any) -> Mapping[str, Any]:
-        saved = horovod.member.cluster.storage.checkpoints
-        return saved[-1] if saved else {}
-
-    found = SimpleNamespace(Start=resume.Start, Ending=resume.Ending, source_of=lambda _: (None, False))
-    found.manifest_of = manifest_of
-    yield elastic, "resume", found
     yield elastic, "evaluation", SimpleNamespace(states_of_metrics=lambda _: ())
     yield elastic, "Snapshot", training.Snapshot
     yield Ring, "training", training.steps
