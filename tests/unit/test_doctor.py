@@ -585,11 +585,8 @@ def test_a_script_is_compiled_and_its_imports_are_searched_for_without_running_i
     assert none["job"] is None
 
 
-def test_a_job_needs_the_option_and_the_option_a_job(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--job"], ["--", "python", "own.py"]):
-        assert cli.main(["doctor", *words]) == 2
-        assert "expected --job with a job after --" in capsys.readouterr().err
-    assert cli.main(["doctor", "--job", "--", "--model.name", "mpl"]) == 2
+def test_options_of_the_trainer_are_checked_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--", "--model.name", "mpl"]) == 2
     assert "did you mean mlp?" in capsys.readouterr().err
 
 

@@ -42,8 +42,6 @@ class DoctorOptions:
     """your code, the same on every host"""
     timeout_s: Annotated[float, Argument("S", ("--timeout",))] = 10
     """seconds for a host to answer"""
-    job: bool = False
-    """check the script after -- as well: that it is there, compiles, and can import its modules"""
     as_json: Annotated[bool, Argument("", ("--json",))] = False
     """print one JSON object instead of a table"""
 
