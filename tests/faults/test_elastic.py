@@ -49,6 +49,8 @@ TRAIN = [
     "recording:model",
     "--train.batch-size",
     "51",
+    "--schedule.name",
+    "cosine",
     "--run.name",
     "run",
 ]
