@@ -37,7 +37,7 @@ Facts = dict[str, Any]
 
 def facts_of(number: int) -> Facts:
     """A host with nothing wrong: the first has number 1."""
-    versions = {"tensorflow": "2.21.0", "keras": "3.15.1", "horovod": "0.28.1", "mpi4py": "4.1.2"}
+    versions = {"tensorflow": "2.21.0", "keras": "3.15.1", "horovod": "0.28.1"}
     return {
         "host_name": f"host{number}",
         "python": {"version": "3.11.7", "executable": PYTHON},

@@ -55,7 +55,8 @@ def main(hosts: Sequence[Host], options: Options) -> int:
     """Examines hosts, prints the report, and returns 0: ok, 1: warnings, or 2: errors."""
     if sys.stderr.isatty() and len(hosts) > 1:
         print(f"probing {len(hosts)} hosts, each has {options.timeout_s:g} s to answer ...", file=sys.stderr)
-    return show(examine(hosts, options), _plain_or_terminal(), options.as_json)
+    console = Console(width=None if sys.stdout.isatty() else 10_000)  # colors are for terminals
+    return show(examine(hosts, options), console, options.as_json)
 
 
 def examine(hosts: Sequence[Host], options: Options) -> Report:
@@ -150,13 +151,6 @@ def show(report: Report, console: Console, as_json: bool = False) -> int:
     for line, style in _lines(report):
         console.print(Text(_plain(line), STYLES.get(style, "")), soft_wrap=True)
     return EXIT_CODES[report.level]
-
-
-def _plain_or_terminal() -> Console:
-    """Console on standard output, without colors and control characters unless that is a terminal."""
-    if sys.stdout.isatty():
-        return Console()
-    return Console(force_terminal=False, color_system=None, width=10_000)
 
 
 def fold(report: Report, width: int) -> Iterator[list[str]]:
