@@ -270,8 +270,6 @@ def doctor(given: Given) -> int:
     from ringtrain.cluster.launch import find_hosts
 
     options = read(preflight.Options, given.values)
-    if options.job != bool(given.command):
-        raise LaunchError("expected --job with a job after --: ringtrain doctor --job -- python own.py")
     script = next((word for word in given.command if word.endswith(".py")), "")
     if given.command and not script:
         check_trainer(given.command)
@@ -299,12 +297,13 @@ HOSTS = Command(
     run=hosts,
 )
 DOCTOR = Command(
-    "check hosts and links, with a fix for each problem",
-    "Checks every host, and measures the links between hosts. Without hosts: those of the scheduler's job, else this"
-    " machine. Exit code: 0 all is ok, 1 there are warnings, 2 there are errors.",
+    "check hosts, with a fix for each problem",
+    "Checks every host, and the script of a job after --: that it is there, compiles, and can import its modules."
+    " Without hosts: those of the scheduler's job, else this machine. Exit code: 0 all is ok, 1 there are warnings, 2"
+    " there are errors.",
     add_doctor,
     doctor,
-    usage="ringtrain doctor [options] [--job -- python own.py]",
+    usage="ringtrain doctor [options] [-- python own.py]",
     takes_words=True,
 )
 SCHEMA = Command(

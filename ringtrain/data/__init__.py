@@ -32,8 +32,8 @@ from ringtrain.data.dataset import (
     Samples,
     Split,
     checksums,
-    dealt_batches,
     evaluation_batches,
+    part_batches,
     training_batches,
 )
 from ringtrain.data.fit_arguments import BATCH_SIZE, FitArguments, is_nest, with_batch_sizes
@@ -41,6 +41,6 @@ from ringtrain.data.from_rank_0 import FromRank0, packed
 from ringtrain.data.inputs import inputs, shapes_of, to_evaluate, why_rank_0
 from ringtrain.data.parts import Header, Parts, rows_of
 from ringtrain.data.records import Records
-from ringtrain.data.row_order import evaluation_shard, part_of, training_shard
+from ringtrain.data.row_order import evaluation_shard, part_of
 from ringtrain.data.sources import source
 from ringtrain.data.streams import Stream, StreamRows

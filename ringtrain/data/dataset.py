@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain.data import augment, python_calls, row_order
-from ringtrain.data.row_order import evaluation_shard, part_of, training_shard
+from ringtrain.data.row_order import evaluation_shard
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -258,53 +258,38 @@ def training_batches(
 
     They are pairs of inputs, float32 [batch_size, ...], and labels, int64 [batch_size]. Earlier batches are not read.
     """
-    steps_per_epoch = max(1, len(samples) // (batch_size * size))
-    first_epoch, step_in_epoch = divmod(first_step, steps_per_epoch)
-
-    def shard_of(epoch: np.int64) -> NDArray[np.int64]:
-        order = samples.epoch_order(batch_size * size, seed, int(epoch))
-        return training_shard(order, rank, size)[step_in_epoch if epoch == first_epoch else 0 :]
-
-    order = _in_order(range(first_epoch, epochs), shard_of, batch_size)
-    return ahead(samples.batches(order, batch_size, seed))
+    shard = rank * batch_size, (rank + 1) * batch_size
+    return part_batches(samples, size * batch_size, size * batch_size, shard, seed, epochs, first_step)
 
 
-def dealt_batches(
+def part_batches(
     samples: Split,
-    epochs: range,
-    seed: int,
-    dealt_by: int,
-    position: int,
     global_batch_size: int,
-    rank: int,
-    size: int,
-    whole_part: int = 1,
+    samples_per_step: int,
+    part: tuple[int, int],
+    seed: int,
+    epochs: int,
+    first_step: int = 0,
 ) -> tf.data.Dataset:
-    """Returns one rank's batches of the rest of an epoch, redistributed over any number of ranks, or of several epochs.
+    """Returns one part of each step of a run, see `training_batches`.
 
     Args:
-        epochs: one that has started, or several complete ones whose length global_batch_size divides.
-        dealt_by: global batch size that the epochs' order is made for.
-        position: number of samples of the order that are trained already.
-        global_batch_size: samples per step on all ranks; the last step has the remainder. Each rank gets its `part_of`
-            them; a rank with an empty part gets one sample of another rank.
-        whole_part: number of samples of which parts are multiples, as all steps are.
+        global_batch_size: Samples per update, for which the epochs' order is made.
+        samples_per_step: Samples per step on all ranks; it divides the global batch.
+        part: First and end of the part. One without samples gets one sample of another rank.
     """
-    length = len(samples) // dealt_by * dealt_by
-    whole = (length - position) // global_batch_size * global_batch_size + position
+    steps_per_epoch = max(1, len(samples) // global_batch_size * global_batch_size // samples_per_step)
+    first_epoch, step_in_epoch = divmod(first_step, steps_per_epoch)
+    first, end = part
+    if first == end:
+        first, end = 0, 1
 
-    def steps(begin: int, end: int, per_step: int) -> tf.data.Dataset:
-        first, last = part_of(per_step, rank, size, whole_part)
-        first, last = (first, last) if first < last else (0, 1)
+    def rows_of(epoch: np.int64) -> NDArray[np.int64]:
+        steps = samples.epoch_order(global_batch_size, seed, int(epoch)).reshape(-1, samples_per_step)
+        return steps[step_in_epoch if epoch == first_epoch else 0 :, first:end]
 
-        def rows_of(epoch: np.int64) -> NDArray[np.int64]:
-            order = samples.epoch_order(dealt_by, seed, int(epoch)).reshape(-1)
-            return order[begin:end].reshape(-1, per_step)[:, first:last]
-
-        return samples.batches(_in_order(epochs, rows_of, last - first), last - first, seed)
-
-    batches = steps(position, whole, global_batch_size)
-    return ahead(batches.concatenate(steps(whole, length, length - whole)) if whole < length else batches)
+    order = _in_order(range(first_epoch, epochs), rows_of, end - first)
+    return ahead(samples.batches(order, end - first, seed))
 
 
 def evaluation_batches(samples: Split, numbers: range, batch_size: int) -> tf.data.Dataset:

@@ -48,17 +48,6 @@ def file_order(samples_per_file: Sequence[int], global_batch_size: int, seed: in
     return draw.permuted(line.reshape(global_batch_size, num_samples // global_batch_size), axis=1).T
 
 
-def training_shard(order: NDArray[np.int64], rank: int, size: int) -> NDArray[np.int64]:
-    """Returns the samples that one rank trains in one epoch, [steps, batch_size], from `order` [steps, global batch].
-
-    Each global batch of the order is cut into one batch per rank: size ranks with batch_size train the same global
-    batches as one rank with size * batch_size, and all make the same number of steps. `size` must divide the global
-    batch size.
-    """
-    batch_size = order.shape[1] // size
-    return order[:, rank * batch_size : (rank + 1) * batch_size]
-
-
 def part_of(num_samples: int, rank: int, size: int, whole: int = 1) -> tuple[int, int]:
     """Returns start and end (exclusive) of a rank's part, which may be empty, split as by numpy.array_split.
 

@@ -188,12 +188,12 @@ class SharedKerasState(KerasState):
 
     Args:
         settle: Returns the model to the end of the last complete step, brings the named objects of the state up to
-            date, and returns this rank's progress, a number; -1: it has never had the state. It must not communicate.
+            date, and returns this rank's progress, a tuple; the greatest is furthest. It must not communicate.
         synced: Called after `sync`, when the named objects are those of the rank that was furthest.
     """
 
     def __init__(
-        self, model: keras.Model, settle: Callable[[], int], synced: Callable[[], None], **kwargs: Any
+        self, model: keras.Model, settle: Callable[[], tuple[Any, ...]], synced: Callable[[], None], **kwargs: Any
     ) -> None:
         self._settle, self._synced = settle, synced
         super().__init__(model, **kwargs)

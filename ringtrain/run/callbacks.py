@@ -39,7 +39,6 @@ class Callbacks:
         if run.rank == 0:
             self.recorder = recorder = tracking.Recorder(run, progress)
             note_rate = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: recorder.note_learning_rate())
-        last = [run.last_callback(run)] if run.last_callback else []
         ordered: list[Any] = [
             run.clock,  # counts the step, which all others read
             run.step_timer,  # ends the step's time before the others take theirs
@@ -52,6 +51,6 @@ class Callbacks:
             self.in_sync,  # ranks that have diverged save nothing
             self.saver,  # saves a state on which all ranks agree
             inject if run.source.faults else None,  # breaks what is complete
-            *last,  # an elastic commit interrupts training: nothing may follow it
+            *run.strategy.last_callbacks(run),  # an elastic commit interrupts training: nothing may follow it
         ]
         self.ordered = [callback for callback in ordered if callback is not None]

@@ -169,18 +169,12 @@ class Job:
     """for summary.json"""
     named_in_errors: str = "ringtrain.fit"
     """function that the data come from"""
-    follows_schedule: bool = True
-    """whether the configuration's schedule sets the learning rate, not the compiled optimizer"""
     callback_state: SharedCallbackState | None = None
     """of the user's callbacks, if it is kept longer than by one run; None: made when training begins"""
     begun: set[int] = field(default_factory=set)
     """ids of the user's callbacks that have seen `on_train_begin` in this process"""
     ends_with_callbacks: bool = False
     """whether a run that a callback has ended trains no further when it is started again"""
-    make_clock: Callable[[RunContext], Clock] | None = None
-    """makes the callback that counts the steps; None: the usual one"""
-    last_callback: Callable[[RunContext], keras.callbacks.Callback] | None = None
-    """makes a callback that follows all others; None: there is none"""
 
     def num_evaluations(self, first: int, end: int) -> int:
         """Number of evaluations in these epochs."""
@@ -225,14 +219,9 @@ class RunContext(Process, Job):
 
     def __post_init__(self) -> None:
         from ringtrain import hvd
-        from ringtrain.run.resume import Clock
 
         self.rank, self.size = hvd.rank(), hvd.size()
-        if self.make_clock:
-            self.clock = self.make_clock(self)
-            return
-        per_call = self.model.steps_per_execution
-        self.clock = Clock(self.start, self.numbers.steps_per_epoch, self.status, self.journal, per_call)
+        self.clock = self.strategy.clock(self)
 
     @property
     def checkpoints(self) -> Path:

@@ -55,6 +55,8 @@ class Start:
     """Values of train.monitor, one per complete epoch, if it was monitored."""
     step_logs: Mapping[str, Any] = field(default_factory=dict)
     """Logs of the last step, if the end of its epoch is to be made up for."""
+    is_open: bool = False
+    """Whether it is: a change of ranks has interrupted it."""
     begun_epoch: int = -1
     """The epoch for which callbacks have seen `on_epoch_begin`, if ranks have changed since."""
     callbacks: callback_state.State = field(default_factory=lambda: ([], {}))
@@ -302,12 +304,6 @@ def _local_states(newest: checkpoint.Checkpoint, model: keras.Model, seed: int) 
         sums = {str(index): array for index, array in enumerate(metrics[rank])}
         by_rank.append([*states, sums])
     return by_rank
-
-
-def manifest_of(folder: Path | None) -> Mapping[str, Any]:
-    """Returns the manifest of the checkpoint that `restore` would find, or {} if there is none."""
-    newest, _ = _find(folder, must=False)
-    return newest.manifest if newest else {}
 
 
 def callbacks_of(folder: Path) -> callback_state.State:

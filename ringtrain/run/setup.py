@@ -63,14 +63,13 @@ def find(config: Config) -> Named:
 
 def job_of(process: Process, whole: data.DataSet) -> Job:
     """Derives the numbers of a run on samples with integer classes."""
-    from ringtrain import hvd
 
     # Cut before its size decides the number of steps.
     config, together = process.config, process.together
     data_set = whole
     if config.data.max_samples:
         data_set = together(lambda: whole.first(config.data.max_samples))
-    num_parts = together(lambda: num_shards(config, hvd.size() * process.strategy.copies))
+    num_parts = together(lambda: num_shards(config, process.strategy.num_copies))
     numbers = together(lambda: derive(config, num_parts, len(data_set.train), len(data_set.test)))
     # Other ranks must have read the same bytes. Equal bits also need the same instructions for the same sums.
     checksums = together(lambda: data.checksums(data_set))
@@ -186,7 +185,7 @@ def compiled_model(
         rows["targets"] = f"{data_set.num_classes} integer classes; for other targets, return floats"
     # Options that its function does not know of are refused, or shown in the plan as what they replace.
     if is_compiled:
-        _check_own_compile(config, strategy)
+        _check_own_compile(config)
         if has_own:
             kind, rate = type(optimizer).__name__, optimizers.last_learning_rate(optimizer)
             rows["learning rate"] = f"{rate:g} ({kind}, as {config.model.name} compiles it)"
@@ -309,7 +308,7 @@ def _check_own_fit(model: keras.Model, config: Config) -> None:
         )
 
 
-def _check_own_compile(config: Config, strategy: Strategy) -> None:
+def _check_own_compile(config: Config) -> None:
     """Raises ConfigError for options that a model with its own loss and metrics does not take."""
     # These belong to a loss that is not used. With an option for the loss, the model is compiled again, with them.
     for option in ("model.metrics", "model.label_smoothing") if not config.model.loss else ():
@@ -319,12 +318,6 @@ def _check_own_compile(config: Config, strategy: Strategy) -> None:
                 f"{option}: got {value}, but {config.model.name} compiles its own loss and metrics: compile it there,"
                 f" or replace the loss as well, by model.loss"
             )
-    # The number of ranks changes the learning rate, which is scaled from the configured one.
-    if strategy.ranks_change:
-        raise ConfigError(
-            f"model.name: {config.model.name} returns a compiled model, whose learning rate an elastic run would not"
-            f" know: return it without compile, or start without --elastic"
-        )
 
 
 def train_only(model: keras.Model, patterns: Sequence[str]) -> None:

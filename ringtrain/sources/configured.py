@@ -68,7 +68,7 @@ def _job(process: Process, given: data.FitArguments) -> Job:
     from ringtrain.sources import script, script_model
 
     config, together = process.config, process.together
-    name, size = config.data.name, num_shards(config, hvd.size())
+    name, size = config.data.name, num_shards(config, process.strategy.num_copies)
     _check_without_classes(config, process.strategy)
     rows = config.train.batch_size * size
     given = dataclasses.replace(given, epochs=config.train.epochs, seed=config.seed)
@@ -127,11 +127,6 @@ def _check_without_classes(config: Config, strategy: Strategy) -> None:
     name = config.data.name
     if not strategy.trains_rows:
         raise ConfigError(f"data.name: {name}: {setup.NO_CLASSES}")
-    if strategy.ranks_change and not config.train.virtual_ranks:
-        raise ConfigError(
-            f"data.name: {name}: without integer classes, an elastic run of ringtrain.train divides its data by"
-            " train.virtual_ranks, whose number stays: give it, or use ringtrain.fit"
-        )
     if config.train.jit:
         raise ConfigError("train.jit: it needs samples with integer classes: leave it out")
     if config.model.loss == models.OF_CLASSES and not config.data.num_classes and ":" not in config.model.name:

@@ -72,9 +72,8 @@ def _job(process: Process, source: ScriptSource) -> Job:
     # `batch_size` counts the rows of all ranks, so that their number does not change what is trained.
     model, arguments = source.model, source.arguments
     everyone = [*arguments.callbacks, source.history]
-    size = hvd.size()
-    if process.strategy.ranks_change:  # nothing may depend on the number of ranks at the start
-        size = 1
+    size = process.strategy.num_copies
+    if process.strategy.ranks_change:
         _refuse_in_elastic_job(arguments)
     batch_size = arguments.batch_size or data.BATCH_SIZE
     if arguments.batch_per_rank:
@@ -128,7 +127,6 @@ def _job(process: Process, source: ScriptSource) -> Job:
         validation=validation,
         plan={**plan, **more},
         ends_with_callbacks=True,
-        follows_schedule=False,
         facts={
             "script": sys.argv[0],
             "unlike_one_process": unlike,
@@ -246,7 +244,7 @@ def adopt(
     """
     # Elastic ranks share one global batch however many they are: its numbers are those of one rank.
     used = identity.used_optimizers(model)
-    num_ranks = 1 if process.strategy.ranks_change else hvd.size()
+    num_ranks = process.strategy.num_copies
     names, per_rank = ", ".join(type(one).__name__ for one in used), math.ceil(batch_size / num_ranks)
     steps, accumulated = math.ceil(num_train / batch_size), used[0].gradient_accumulation_steps or 1
     steps = min(steps, steps_per_epoch or steps)

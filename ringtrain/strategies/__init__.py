@@ -14,7 +14,7 @@ parameter_server: ps-sync and ps-async
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,13 @@ _NOT_IN_TENSORFLOW = (
     "train.precision mixed_float16",
     "model.split",
     "model.micro_batches",
+)
+_NOT_ELASTIC = (
+    "hvd.compression powersgd",
+    "model.not_averaged",
+    "model.split",
+    "optimizer.accumulation_steps",
+    "tracking.timeline_steps",
 )
 HOROVOD_VARIABLES = {
     "HOROVOD_ELASTIC": "ranks that join and leave",
@@ -95,14 +102,10 @@ STRATEGIES = {
 
 def prepare(config: Config, environ: MutableMapping[str, str] = os.environ) -> None:
     """Selects the collectives, before ringtrain.hvd is loaded; raises ConfigError if an option is not supported."""
-    name, defaults = config.strategy.name, Config()
+    name = config.strategy.name
     kind = STRATEGIES[name]
     num_servers(config, environ)
-    for refused in kind.refused:
-        option, _, value = refused.partition(" ")
-        given = value_of(config, option)
-        if str(given) == value if value else given != value_of(defaults, option):
-            raise ConfigError(f"strategy.name: {name} has no {option} {given}: leave it out, or train with ring")
+    _refuse(config, kind.refused, f"strategy.name: {name}", "train with ring")
     if not kind.collectives:
         environ.pop(COLLECTIVES, None)
         return
@@ -110,6 +113,15 @@ def prepare(config: Config, environ: MutableMapping[str, str] = os.environ) -> N
         if environ.get(variable, "0") not in ("", "0"):
             raise ConfigError(f"strategy.name: {name} has no {what} ({variable}): leave it out, or train with ring")
     environ[COLLECTIVES] = kind.collectives
+
+
+def _refuse(config: Config, options: Sequence[str], name: str, fix: str) -> None:
+    """Raises ConfigError if one of these options is used; a word after its name is the beginning of its value."""
+    for refused in options:
+        option, _, value = refused.partition(" ")
+        given = value_of(config, option)
+        if str(given).startswith(value) and given != value_of(Config(), option):
+            raise ConfigError(f"{name} has no {option} {given}: leave it out, or {fix}")
 
 
 def num_servers(config: Config, environ: Mapping[str, str] = os.environ) -> int:
@@ -132,6 +144,7 @@ def make(config: Config, group: RankGroup | None = None) -> Strategy:
     from ringtrain import hvd
 
     if hvd.elastic.is_on():
+        _refuse(config, _NOT_ELASTIC, "strategy.name: an elastic job", "start without --elastic")
         return _class("elastic:Elastic")(config)
     create = STRATEGIES[config.strategy.name].create
     return create(config) if group is None else create(config, group)

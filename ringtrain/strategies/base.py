@@ -16,6 +16,7 @@ from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.env import COLLECTIVES
 from ringtrain.run import devices
+from ringtrain.run.resume import Clock
 from ringtrain.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -65,6 +66,11 @@ class Strategy:
         self.shares_state = self.ranks_change or config.train.virtual_ranks > 0
         self.about: dict[str, Any] = {"ranks_talk_by": loaded}
 
+    @property
+    def num_copies(self) -> int:
+        """Copies of the model in all processes, each of which trains `train.batch_size` samples in a step."""
+        return hvd.size() * self.copies
+
     # ---- before training ---------------------------------------------------------------------------------------------
 
     def begin(self) -> devices.Pinning:
@@ -96,6 +102,15 @@ class Strategy:
         """Prepares a compiled model for its first step; does nothing here."""
 
     # ---- training and after it ---------------------------------------------------------------------------------------
+
+    def clock(self, run: RunContext) -> Clock:
+        """Makes the callback that counts the steps of a run."""
+        per_call = run.model.steps_per_execution
+        return Clock(run.start, run.numbers.steps_per_epoch, run.status, run.journal, per_call)
+
+    def last_callbacks(self, run: RunContext) -> list[keras.callbacks.Callback]:
+        """Makes the callbacks of a strategy that follow all others; there are none here."""
+        return []
 
     def training(self, run: RunContext) -> contextlib.AbstractContextManager[StepsOf]:
         """Context of the whole training, whose value makes the steps of an epoch from one of them on."""

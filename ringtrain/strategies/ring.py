@@ -14,6 +14,7 @@ from ringtrain.derived import num_shards
 from ringtrain.errors import ConfigError
 from ringtrain.optim import virtual_ranks
 from ringtrain.optim.step import Step, step_of_all_ranks
+from ringtrain.optim.sums import Sums
 from ringtrain.run.devices import device_of_sums
 from ringtrain.strategies import rows, samples
 from ringtrain.strategies.base import StepsOf, Strategy
@@ -76,13 +77,21 @@ class Ring(Strategy):
             facts["reduced_bytes"] = reduced_bytes(shapes, compression)
         return facts
 
-    def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
+    def sums(self) -> Sums | None:
+        """How statistics and metrics are summed over the ranks with the gradients; None: each rank has its own."""
         num_virtual = self.config.train.virtual_ranks
-        if num_virtual:
-            virtual_ranks.refuse_synchronized(model)
-            self.step = step_of_all_ranks(model, input_shape, virtual_ranks.SumsOverVirtualRanks(num_virtual))
-        elif not self.shares_state:
+        if not num_virtual:
+            return None
+        return virtual_ranks.SumsOverVirtualRanks(num_virtual)
+
+    def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
+        sums = self.sums()
+        if sums is None:
             hvd.seed_globally_by_rank(self.config.seed)
+            return
+        if self.config.train.virtual_ranks:
+            virtual_ranks.refuse_synchronized(model)
+        self.step = step_of_all_ranks(model, input_shape, sums)
 
     def share_rows(self, model: keras.Model, batch: Any) -> None:
         """Prepares a model that is trained on arrays or streams for a state that all ranks share, if they do.
@@ -91,11 +100,12 @@ class Ring(Strategy):
             model: Compiled and built.
             batch: A batch of its data, or its specs.
         """
-        num_virtual = self.config.train.virtual_ranks
-        if num_virtual:
+        if self.config.train.virtual_ranks:
             num_shards(self.config, hvd.size())  # raises an error if there are more ranks
             virtual_ranks.refuse_unlike(model, batch)
-            self.step = Step(model, virtual_ranks.SumsOverVirtualRanks(num_virtual))
+        sums = self.sums()
+        if sums is not None:
+            self.step = Step(model, sums)
 
     @contextlib.contextmanager
     def training(self, run: RunContext) -> Iterator[StepsOf]:
@@ -107,7 +117,7 @@ class Ring(Strategy):
             # Samples with classes: Keras' own step, as all ranks have equally many.
             if run.data_set.train.has_classes:
                 run.model.make_train_function()
-                yield samples.Steps(lambda batches: run.model.train_function(batches), self.batches_of(run))
+                yield samples.Steps(lambda batches: run.model.train_function(batches), samples.shards(run))
                 return
             # Arrays and streams: each rank has its rows, perhaps none.
             stack.enter_context(rows.errors_named(run.named_in_errors))
@@ -115,7 +125,3 @@ class Ring(Strategy):
             # An earlier one has other gradients and losses; it is the same after a change of ranks.
             run.model.make_train_function(force=not self.ranks_change)
             yield steps
-
-    def batches_of(self, run: RunContext) -> samples.BatchesOf:
-        """Batches of this rank."""
-        return samples.shards(run)

@@ -50,8 +50,8 @@ class Steps:
 
 def shards(run: RunContext) -> BatchesOf:
     """Batches of this rank's shard of each global batch: pairs of inputs and labels."""
-    if run.config.train.virtual_ranks:
-        return _shards_of_virtual_ranks(run)
+    if run.strategy.shares_state:
+        return _parts(run)
     numbers, end = run.numbers, run.config.train.epochs
     # Batches that are accumulated into one update, or trained by several copies of the model, are cut from one:
     # this rank's shard of the global batch.
@@ -70,28 +70,20 @@ def shards(run: RunContext) -> BatchesOf:
     return batches_of
 
 
-def _shards_of_virtual_ranks(run: RunContext) -> BatchesOf:
-    numbers = run.numbers
+def _parts(run: RunContext) -> BatchesOf:
+    """Batches of this rank's part of each step, whatever number of ranks trained the steps before."""
+    numbers, end = run.numbers, run.config.train.epochs
+    split, part = run.data_set.train, part_of_rank(run)
 
     def batches_of(epoch: int, first_step: int) -> tuple[tf.data.Dataset, int]:
-        position = first_step * numbers.samples_per_step
-        end = epoch + 1 if position else run.config.train.epochs
-        return dealt(run, range(epoch, end), position), end
+        global_step = epoch * numbers.steps_per_epoch + first_step
+        sizes = numbers.global_batch_size, numbers.samples_per_step
+        return data.part_batches(split, *sizes, part, run.config.seed, end, global_step), end
 
     return batches_of
 
 
-def dealt(run: RunContext, epochs: range, position: int) -> tf.data.Dataset:
-    """Batches of this rank for the rest of an epoch, or whole epochs, whatever ranks trained before: see data."""
-    numbers, has_virtual_ranks = run.numbers, run.config.train.virtual_ranks > 0
-    return data.dealt_batches(
-        run.data_set.train,
-        epochs,
-        run.config.seed,
-        numbers.global_batch_size,
-        position,
-        numbers.samples_per_step,
-        run.rank,
-        run.size,
-        numbers.batch_size if has_virtual_ranks else 1,
-    )
+def part_of_rank(run: RunContext) -> tuple[int, int]:
+    """First and end of this rank's samples in each step: of its virtual ranks, or as equal a part as can be."""
+    whole = run.numbers.batch_size if run.config.train.virtual_ranks else 1
+    return data.part_of(run.numbers.samples_per_step, run.rank, run.size, whole)

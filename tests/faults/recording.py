@@ -21,6 +21,7 @@ RECORDS = "RINGTRAIN_TEST_RECORDS"
 """variable with the folder of the records, a file per process"""
 WRONG = "RINGTRAIN_TEST_WRONG"
 """variable with a number of samples by which the pipeline reads beside the right ones"""
+NUM_TRAIN = 1437
 SCALE = 2048.0
 """Numbers divided by it are exact as float32."""
 seen: list[int] = []
@@ -33,9 +34,9 @@ def data() -> Any:
     digits = load_digits()
     pictures = (digits.images[..., None] / 16).astype(np.float32)
     pictures[:, 0, 0, 0] = np.arange(len(pictures)) / SCALE
-    train, test = (pictures[:1437], digits.target[:1437]), (pictures[1437:], digits.target[1437:])
+    train, test = (pictures[:NUM_TRAIN], digits.target[:NUM_TRAIN]), (pictures[NUM_TRAIN:], digits.target[NUM_TRAIN:])
     if shift := int(os.environ.get(WRONG, 0)):  # a pipeline that trains neighbors twice
-        rows = np.arange(1437) // (shift + 1) * (shift + 1)
+        rows = np.arange(NUM_TRAIN) // (shift + 1) * (shift + 1)
         train = train[0][rows], train[1][rows]
     return train, test
 
@@ -75,7 +76,7 @@ class Recording(keras.callbacks.Callback):
         print(json.dumps(record), file=self.file, flush=True)
 
 
-def trained_by_epoch(folder: Path, events: Sequence[Mapping[str, Any]]) -> dict[int, Counter[int]]:
+def trained_by_epoch(folder: Path, events: Sequence[Mapping[str, Any]], batch_size: int) -> dict[int, Counter[int]]:
     """How often each sample was trained in the steps that count, by epoch.
 
     The journal says which processes have trained which steps that count; the samples are those that they got. A process
@@ -88,9 +89,9 @@ def trained_by_epoch(folder: Path, events: Sequence[Mapping[str, Any]]) -> dict[
     while generation:
         of_ranks = {event["rank"]: event for event in begun if event["generation"] == generation}
         samples = [_samples_by_step(folder, event, begun) for event in of_ranks.values()]
-        for step, (epoch, whole) in _whole_steps(events, generation).items():
-            if step > upto:
-                continue
+        first = of_ranks[min(of_ranks)]
+        for step in range(first["global_step"] + 1, upto + 1):
+            epoch, index = divmod(step - 1, NUM_TRAIN // batch_size)
             got = [each[step] for each in samples if step in each]
             lost = [each for each in samples if step not in each]
             assert not any(later > step for each in lost for later in each), f"step {step} was not recorded"
@@ -98,21 +99,10 @@ def trained_by_epoch(folder: Path, events: Sequence[Mapping[str, Any]]) -> dict[
             counted.setdefault(epoch, Counter()).update(trained)
             if lost:
                 assert generation != last["generation"]
+                whole = row_order.epoch_order(NUM_TRAIN, batch_size, 0, epoch)[index].tolist()
                 counted[epoch].update(set(whole) - set(trained))
-        first = of_ranks[min(of_ranks)]
         generation, upto = first["after"], first["global_step"]
     return counted
-
-
-def _whole_steps(events: Sequence[Mapping[str, Any]], generation: str) -> dict[int, tuple[int, list[int]]]:
-    """Epoch and batch of each step of a generation, as its ranks have recorded their positions in the epoch's order."""
-    steps = {}
-    for event in events:
-        if event["event"] == "commit" and event["generation"] == generation:
-            for step, (begin, end) in enumerate(event["of_all"], event["after_step"] + 1):
-                order = row_order.epoch_order(1437, end - begin, 0, event["epoch"]).reshape(-1)
-                steps[step] = event["epoch"], order[begin:end].tolist()
-    return steps
 
 
 def _samples_by_step(

@@ -40,10 +40,10 @@ def elastic(
     return ended
 
 
-def changes(folder: Path) -> list[tuple[int, int, int]]:
-    """Ranks before and after each change, and steps that were repeated."""
+def changes(folder: Path) -> list[tuple[int, int]]:
+    """Ranks before and after each change."""
     found = {event["generation"]: event for event in journal.read(folder) if event["event"] == "resize"}
-    return [(event["from"], event["to"], event["lost_steps"]) for event in found.values()]
+    return [(event["from"], event["to"]) for event in found.values()]
 
 
 def test_two_deaths_and_what_comes_back_change_no_bit(tmp_path: Path) -> None:
@@ -59,11 +59,9 @@ def test_two_deaths_and_what_comes_back_change_no_bit(tmp_path: Path) -> None:
     assert results and set(results) == {expected}
 
     run_folder = tmp_path / "elastic" / "run"
-    ledger = sample_ledger.ledger(journal.read(run_folder), 6)
-    assert ledger.breaches == () and len(set(ledger.epochs.values())) == 1
-    sizes = changes(run_folder)
-    assert [(before, after) for before, after, _ in sizes] == [(3, 2), (2, 3), (3, 2), (2, 3)]
-    assert all(repeated <= 1 for *_, repeated in sizes)
+    ledger = sample_ledger.ledger(journal.read(run_folder), 120)
+    assert ledger.breaches == () and ledger.undone <= 2
+    assert changes(run_folder) == [(3, 2), (2, 3), (3, 2), (2, 3)]
 
     spent = goodput.of(journal.read(run_folder))
     assert spent is not None and len(spent.attempts) == 1
@@ -85,7 +83,7 @@ def test_deaths_where_epochs_and_training_end_change_no_bit(tmp_path: Path) -> N
     assert re.findall("RESULT (.*)", ended.stdout) == [expected]
     assert expected.endswith("[0, 1, 2, 3, 4] 7.59375 [0, 1, 2, 3, 4]")
 
-    assert [(before, after) for before, after, _ in changes(folders[1] / "run")] == [(4, 3), (3, 2), (2, 1)]
+    assert changes(folders[1] / "run") == [(4, 3), (3, 2), (2, 1)]
     summaries = [json.loads((folder / "run" / "summary.json").read_text()) for folder in folders]
     for key in ("global_step", "stopped_by", "metrics", "checksum"):
         assert summaries[0][key] == summaries[1][key], key
@@ -112,12 +110,11 @@ def test_the_configured_trainer_loses_a_rank_with_targets_of_any_kind(tmp_path: 
     summaries = [json.loads((folder / "run" / "summary.json").read_text()) for folder in (alone, changed)]
     for key in ("checksum", "metrics", "global_step"):
         assert summaries[0][key] == summaries[1][key], key
-    ledger = sample_ledger.ledger(journal.read(changed / "run"), 4)
-    assert ledger.breaches == () and set(ledger.epochs.values()) == {107}
-    assert changes(changed / "run")[0][:2] == (2, 1)
+    assert sample_ledger.ledger(journal.read(changed / "run"), summaries[0]["global_step"]).breaches == ()
+    assert changes(changed / "run")[0] == (2, 1)
 
 
-def test_a_run_from_another_one_s_checkpoint_goes_on_at_its_own_row(tmp_path: Path) -> None:
+def test_a_run_from_another_one_s_checkpoint_goes_on_at_its_own_step(tmp_path: Path) -> None:
     """Interrupted and started again, with the same command."""
     words = ["-m", "ringtrain.train", "--data.name", "digits", "--train.batch-size", "64", "--train.epochs", "1"]
     words += ["--checkpoint.every-steps", "5", "--checkpoint.keep", "9", "--run.directory", tmp_path]
@@ -133,4 +130,3 @@ def test_a_run_from_another_one_s_checkpoint_goes_on_at_its_own_row(tmp_path: Pa
     elastic(tmp_path, again, 1)
     starts = [event for event in journal.read(tmp_path / "run") if event["event"] == "start"]
     assert starts[-1]["global_step"] == stopped[-1]["global_step"] > 10
-    assert starts[-1]["position"] == 64 * starts[-1]["global_step"]

@@ -319,7 +319,7 @@ class Run(launched.Run):
             return
         if (epoch, position) != (epochs, 0):
             self.violated(f"the result ends in epoch {epoch} at {position}, not after {epochs} epochs")
-        breaches = sample_ledger.ledger(self.cluster.events, epochs).breaches
+        breaches = sample_ledger.ledger(self.cluster.events, numbers.num_steps).breaches
         if breaches:
             self.violated(f"journals: {breaches[0]}")
 

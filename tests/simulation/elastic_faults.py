@@ -22,7 +22,7 @@ MOMENTS = (
     "variable 0",
     "variable 1",
     "object",
-    "ringtrain_news",
+    "ringtrain_generation",
     "ringtrain_hosts",
     "ringtrain_hosts_updated",
     "ringtrain_stop",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -30,7 +30,8 @@ from ringtrain import hvd, train
 from ringtrain.cluster import elastic as of_launcher
 from ringtrain.cluster import horovod_driver, host_agent, rank_process, supervisor
 from ringtrain.errors import RingtrainError
-from ringtrain.run import loop, model_state, resume, stopping
+from ringtrain.run import from_checkpoint, loop, model_state, resume, stopping
+from ringtrain.run.context import Opening
 from ringtrain.strategies import elastic
 from ringtrain.strategies.ring import Ring
 
@@ -145,12 +146,9 @@ class FromCheckpoint:
     def __init__(self, horovod: Horovod) -> None:
         self.horovod = horovod
 
-    def find_start(self, process: Any) -> None:
-        horovod, folder = self.horovod, PurePath("run")
-        horovod.on_rank_0(lambda: process.lock.take(folder, same_job=True))
-
-    def restore(self, process: Any, job: Any, numbers: Any, is_trained: Any) -> tuple[resume.Start, Mapping[str, Any]]:
+    def restore(self, process: Any, job: Any) -> tuple[resume.Start, Mapping[str, Any]]:
         horovod, storage = self.horovod, self.horovod.member.cluster.storage
+        horovod.on_rank_0(lambda: process.lock.take(PurePath("run"), same_job=True))
         saved = storage.checkpoints[-1] if storage.checkpoints else None
         saved, summary = horovod.broadcast_object((saved, storage.summary), name="ringtrain_start")
         if saved is None:
@@ -162,8 +160,9 @@ class FromCheckpoint:
     def take_over(self, process: Any, folder: PurePath, numbers: Any, records: str) -> None:
         process.lock.take(folder, same_job=True)
 
-    def make_folder(self, process: Any, numbers: Any, start: Any) -> PurePath:
-        return PurePath("run")
+    def open_folder(self, process: Any, job: Any, start: Any) -> Opening:
+        facts = {"global_step": start.global_step}
+        return Opening(folder=Path("run"), log=f"rank-{self.horovod.rank()}.log", event="start", facts=facts)
 
 
 class Terminal:
@@ -309,7 +308,10 @@ def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
     def report_recovery() -> None:
         horovod.member.report("recovery:")
 
-    yield elastic, "from_checkpoint", FromCheckpoint(horovod)
+    restored = FromCheckpoint(horovod)
+    yield elastic, "from_checkpoint", restored
+    for name in ("restore", "open_folder"):
+        yield from_checkpoint.FromCheckpoint, name, getattr(restored, name)
 
     def together(name: str) -> Any:
         return lambda *_: horovod.allgather_object(None, name)
@@ -328,13 +330,6 @@ def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
     yield elastic, "failures", SimpleNamespace(report_recovery=report_recovery)
     yield elastic, "console", SimpleNamespace(terminal_of=lambda _: Terminal(horovod))
 
-    def manifest_of(folder: Any) -> Mapping[str, Any]:
-        saved = horovod.member.cluster.storage.checkpoints
-        return saved[-1] if saved else {}
-
-    found = SimpleNamespace(Start=resume.Start, Ending=resume.Ending, source_of=lambda _: (None, False))
-    found.manifest_of = manifest_of
-    yield elastic, "resume", found
     yield elastic, "evaluation", SimpleNamespace(states_of_metrics=lambda _: ())
     yield elastic, "Snapshot", training.Snapshot
     yield Ring, "training", training.steps

@@ -24,6 +24,7 @@ from simulation.world import Gone
 from ringtrain import hvd
 from ringtrain import train as main_path
 from ringtrain.config import Config
+from ringtrain.data import part_of
 from ringtrain.errors import RunDirectoryError, exit_code_of
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.failures import failure_of
@@ -120,8 +121,10 @@ def steps(strategy: Any, run: Any) -> Iterator[Any]:
 
 
 def train_step(member: Member, run: Any, step: Step, epoch: int) -> None:
-    model, job = run.model, member.cluster
-    begin, end = run.clock.part
+    model, job, numbers = run.model, member.cluster, run.numbers
+    position = run.clock.global_step % numbers.steps_per_epoch * numbers.samples_per_step
+    rows_of_step = min(numbers.samples_per_step, numbers.num_train - position)
+    begin, end = (position + row for row in part_of(rows_of_step, member.number, member.size))
     member.world.sleep(job.step_s * member.world.random.uniform(0.8, 1.2))
     before = [variable.value for variable in model.variables]
     step.before = before
@@ -140,10 +143,12 @@ class Journal:
 
     def __init__(self, member: Member) -> None:
         self.member = member
+        self.path: Path | None = None
         self.about: dict[str, Any] = {}
         self.spent: Any = dict
 
     def open(self, folder: Any, rank: int, size: int, run_start: int, start_s: float) -> None:
+        self.path = folder
         about = {"host": self.member.machine.name, "process": self.member.pid, "run_start": run_start}
         self.about = {"rank": rank, "size": size, "start_s": start_s, **about}
 
@@ -219,7 +224,7 @@ class Source:
     def read_job(self, process: Any) -> Job:
         numbers = self.member.cluster.numbers_of_run
         data_set: Any = SimpleNamespace(train=SimpleNamespace(has_classes=False), raise_unreadable=lambda: None)
-        return Job(data_set=data_set, numbers=numbers, checksums={}, follows_schedule=False)
+        return Job(data_set=data_set, numbers=numbers, checksums={})
 
     def add_model(self, process: Any, job: Job) -> None:
         job.model = Model()
@@ -253,7 +258,6 @@ class Saver(keras.callbacks.Callback):
     def __init__(self, member: Member, run: Any) -> None:
         super().__init__()
         self.member, self.run, self.model_state = member, run, run.model
-        self.facts: dict[str, Any] = {}
         self.metrics: dict[str, float] = {}
         self.is_closed = run.start.ending.is_closed
         self.saved_step = -1
@@ -279,7 +283,7 @@ class Saver(keras.callbacks.Callback):
     def _write(self, step: int) -> None:
         numbers = dataclasses.asdict(self.run.numbers)
         values = [variable.value for variable in self.run.model.variables]
-        saved = {"global_step": step, "numbers": numbers, "elastic": dict(self.facts["elastic"]), "values": values}
+        saved = {"global_step": step, "numbers": numbers, "values": values}
         world, storage = self.member.world, self.member.cluster.storage
         self.written_s = world.now_s + world.random.choice([0.05, 0.5])
 
@@ -301,8 +305,8 @@ def callbacks_of(member: Member, run: Any) -> SimpleNamespace:
     run.callbacks = found
     found.saver = Saver(member, run)
     found.stop = stopping.StopTogether(run)
-    committer = run.last_callback(run)
-    found.ordered = [run.clock, found.evaluation, Stopper(member), found.stop, found.saver, committer]
+    last = run.strategy.last_callbacks(run)
+    found.ordered = [run.clock, found.evaluation, Stopper(member), found.stop, found.saver, *last]
     return found
 
 

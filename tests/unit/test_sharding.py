@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringtrain.data import Samples, dealt_batches
-from ringtrain.data.row_order import epoch_order, evaluation_shard, file_order, part_of, skipped_samples, training_shard
+from ringtrain.data import Samples, part_batches
+from ringtrain.data.row_order import epoch_order, evaluation_shard, file_order, part_of, skipped_samples
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -16,21 +16,13 @@ SEEDS = st.integers(0, 2**32 - 1)
 @given(st.integers(1, 500), st.integers(1, 9), st.integers(1, 7), SEEDS, st.integers(0, 50))
 def test_no_sample_comes_twice_and_every_rank_makes_the_same_steps(num_samples, batch_size, size, seed, epoch):
     order = epoch_order(num_samples, batch_size * size, seed, epoch)
-    shards = [training_shard(order, rank, size) for rank in range(size)]
+    shards = np.split(order, size, axis=1)
     steps = num_samples // (batch_size * size)
     assert {shard.shape for shard in shards} == {(steps, batch_size)}
     seen = np.concatenate([shard.ravel() for shard in shards])
     assert len(np.unique(seen)) == len(seen) == steps * batch_size * size
     assert len(seen) > num_samples - batch_size * size
     assert np.all((seen >= 0) & (seen < num_samples))
-
-
-@given(st.integers(1, 500), st.integers(1, 9), st.integers(1, 7), SEEDS, st.integers(0, 50))
-def test_ranks_together_see_the_global_batches_of_one_rank(num_samples, batch_size, size, seed, epoch):
-    order = epoch_order(num_samples, batch_size * size, seed, epoch)
-    shards = [training_shard(order, rank, size) for rank in range(size)]
-    alone = training_shard(order, 0, 1)
-    assert np.array_equal(np.concatenate(shards, axis=1), alone)
 
 
 @given(st.integers(40, 500), st.integers(1, 20), SEEDS, st.integers(0, 50))
@@ -87,7 +79,7 @@ def test_a_rank_reads_whole_files_but_for_the_ends_of_its_stretch(files, seed, e
     per_file, batch_size, size = files
     file_of = np.repeat(np.arange(len(per_file)), per_file)
     order = file_order(per_file, batch_size * size, seed, epoch)
-    opened = [len(np.unique(file_of[training_shard(order, rank, size)])) for rank in range(size)]
+    opened = [len(np.unique(file_of[shard])) for shard in np.split(order, size, axis=1)]
     assert sum(opened) <= np.count_nonzero(per_file) + size - 1
 
 
@@ -125,33 +117,17 @@ def test_parts_of_ranks_are_those_of_array_split(num_samples, size):
 @pytest.mark.slow
 @settings(max_examples=25)
 @given(st.data())
-def test_the_rest_of_an_epoch_is_dealt_once(data):
-    """After a change of the number of ranks, of the global batch or of both; the last step may be short."""
-    num_samples, dealt_by = data.draw(st.integers(20, 60)), data.draw(st.integers(1, 12))
-    size, batch = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 12))
-    order = epoch_order(num_samples, dealt_by, 3, 1).reshape(-1)
-    position = data.draw(st.integers(0, len(order)))
+def test_parts_of_ranks_are_the_global_batches_on_any_number_of_ranks(data):
+    """Also from a step within an epoch on, and with parts of unequal sizes; a rank without samples gets another's."""
+    num_samples, size, samples_per_step = (data.draw(st.integers(*bounds)) for bounds in ((20, 60), (1, 4), (1, 10)))
+    global_batch_size = samples_per_step * data.draw(st.integers(1, 2))
+    steps = num_samples // global_batch_size * global_batch_size // samples_per_step
+    first_step = data.draw(st.integers(0, 2 * steps - 1))
     samples = Samples(np.arange(num_samples, dtype=np.float32)[:, None], np.arange(num_samples))
-    ranks = [
-        [labels.numpy() for _, labels in dealt_batches(samples, range(1, 2), 3, dealt_by, position, batch, rank, size)]
-        for rank in range(size)
-    ]
-    begin = position
-    for step in range(-(-(len(order) - position) // batch)):
-        in_step = min(batch, len(order) - begin)
-        for rank, batches in enumerate(ranks):
-            first, last = part_of(in_step, rank, size)
-            expected = order[begin + first : begin + last] if first < last else order[begin : begin + 1]
-            assert np.array_equal(batches[step], expected)
-        begin += in_step
-    assert begin == len(order)
-    assert {len(batches) for batches in ranks} == {-(-(len(order) - position) // batch)}
-
-
-def test_whole_epochs_follow_each_other():
-    samples = Samples(np.arange(20, dtype=np.float32)[:, None], np.arange(20))
-    batches = [dealt_batches(samples, range(2, 4), 3, 6, 0, 6, rank, 4) for rank in range(4)]
-    dealt = np.concatenate(
-        [np.concatenate(step) for step in zip(*([labels for _, labels in own] for own in batches), strict=True)]
-    )
-    assert np.array_equal(dealt, np.concatenate([epoch_order(20, 6, 3, epoch).reshape(-1) for epoch in (2, 3)]))
+    orders = [epoch_order(num_samples, global_batch_size, 3, epoch).reshape(-1, samples_per_step) for epoch in (0, 1)]
+    expected = np.concatenate(orders)[first_step:]
+    sizes = global_batch_size, samples_per_step
+    for rank in range(size):
+        first, end = part = part_of(samples_per_step, rank, size)
+        batches = [labels.numpy() for _, labels in part_batches(samples, *sizes, part, 3, 2, first_step)]
+        assert np.array_equal(batches, expected[:, first:end] if first < end else expected[:, :1])

@@ -1,11 +1,10 @@
 """`ringtrain doctor`: checks hosts before a job starts.
 
-preflight: probes every host, and has the table: every check on every host
-session:   the conversation with one host, and the test whether hosts share the run directory
+preflight: probes every host, and prints the table of every check on every host, or JSON
+session:   the conversation with one host
 probe:     the program that runs on a host; sent to it as source, standard library only
 software:  checks of Python, packages, ringtrain, the user's code and MPI: fact, rule and fix
 machine:   checks of GPUs, cores, memory, disk and limits
 network:   checks of ssh, clocks, names and subnets
 findings:  data classes; cells and findings, with the commands that fix them
-report:    prints the report as a table or as JSON
 """

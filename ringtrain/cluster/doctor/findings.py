@@ -23,8 +23,6 @@ class Probe:
     connect_s: float | None = None  # until ssh had a shell; None: this machine, without ssh
     clock_s: tuple[float, float] | None = None
     """offset of its clock from this machine's (positive: ahead), and the uncertainty"""
-    finds: bool | None = None
-    """whether it sees the file that another host wrote to the run directory; None: not tested"""
 
     @property
     def remote(self) -> bool:

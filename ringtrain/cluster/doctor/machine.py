@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from ringtrain.cluster.doctor.findings import UNKNOWN, Cell, Check, Facts, Level, Probe, Scene, most
+from ringtrain.cluster.doctor.findings import Cell, Check, Facts, Level, Probe, Scene
 from ringtrain.cluster.doctor.probe import outcome, read
 from ringtrain.cluster.hosts import count
 
@@ -36,13 +36,6 @@ def driver(wanted: Mapping[str, Any]) -> str | None:
     """Version of NVIDIA's kernel driver, e.g. "580.65.06"; None without a driver."""
     match = re.search(r"Kernel Module\D*([\d.]+)", read("/proc/driver/nvidia/version"))
     return match.group(1) if match else None
-
-
-def pci_gpus(wanted: Mapping[str, Any]) -> int:
-    """Number of NVIDIA display devices on the PCI bus, with or without a driver."""
-    folder = "/sys/bus/pci/devices"
-    kinds = [(read(f"{folder}/{name}/vendor"), read(f"{folder}/{name}/class")) for name in os.listdir(folder)]
-    return sum(vendor == "0x10de" and kind.startswith("0x03") for vendor, kind in kinds)
 
 
 def cores(wanted: Mapping[str, Any]) -> int:
@@ -75,6 +68,13 @@ def disk(wanted: Mapping[str, Any]) -> dict[str, Any]:
     return {"folder": folder, "free_mb": free_mb, "writable": os.access(folder, os.W_OK | os.X_OK)}
 
 
+def shared(wanted: Mapping[str, Any]) -> bool | None:
+    """Whether the run directory has the file that doctor has written there; None: it could not write one."""
+    if not wanted["marker"]:
+        return None
+    return os.path.exists(wanted["marker"])
+
+
 def shm_mb(wanted: Mapping[str, Any]) -> int:
     status = os.statvfs("/dev/shm")
     return status.f_blocks * status.f_frsize >> 20
@@ -85,10 +85,6 @@ def shm_mb(wanted: Mapping[str, Any]) -> int:
 
 def check_gpus(probe: Probe, facts: Facts, scene: Scene) -> Cell:
     available, slots, version = len(facts["gpus"] or ()), probe.host.slots, facts["driver"]
-    upgrade = "sudo apt-get install --only-upgrade nvidia-driver && sudo reboot"
-    if facts["pci_gpus"] and not version:
-        text = f"{count(facts['pci_gpus'], 'NVIDIA GPU')}, but no driver is loaded (/proc/driver/nvidia/version)"
-        return Cell("no driver", "error", text, "sudo apt-get install nvidia-driver && sudo reboot")
     if not any(answer["gpus"] for answer in scene.answers):
         return Cell("0")
     value = f"{available}, {version}" if version else str(available)
@@ -100,13 +96,8 @@ def check_gpus(probe: Probe, facts: Facts, scene: Scene) -> Cell:
     if "NCCL" in (facts["horovod_operations"] or ()):
         oldest, reason = OLDEST_DRIVER_NCCL, "Horovod's CUDA 13"
     if version and int(version.partition(".")[0]) < oldest:
-        return Cell(value, "error", f"driver {version}, {reason} needs {oldest} or newer", upgrade)
-    usual = most(answer["driver"] for answer in scene.answers)
-    if version != usual:
-        return Cell(value, "warning", f"driver {version}, other hosts have {usual}", upgrade)
-    if available > slots:
-        text = f"{count(available, 'GPU')}, but {count(slots, 'slot')}: the other GPUs are not used"
-        return Cell(value, "warning", text, f"{{host}} slots={available}", "file")
+        text = f"driver {version}, {reason} needs {oldest} or newer"
+        return Cell(value, "error", text, "sudo apt-get install --only-upgrade nvidia-driver && sudo reboot")
     return Cell(value)
 
 
@@ -124,9 +115,8 @@ def check_memory(probe: Probe, facts: Facts, scene: Scene) -> Cell:
     if available >= needed:
         return Cell(_size(available))
     text = f"{_size(available)} of {_size(total)} free for {count(probe.host.slots, 'rank')}, each takes about 1 GB"
-    if total >= needed:
-        return Cell(_size(available), "warning", text, "ps aux --sort -rss | head  # the largest processes")
-    return Cell(_size(available), "error", text, f"{{host}} slots={max(1, total // MEMORY_PER_RANK_MB)}", "file")
+    level: Level = "warning" if total >= needed else "error"
+    return Cell(_size(available), level, text, f"{{host}} slots={max(1, available // MEMORY_PER_RANK_MB)}", "file")
 
 
 def check_disk(probe: Probe, facts: Facts, scene: Scene) -> Cell:
@@ -141,12 +131,12 @@ def check_disk(probe: Probe, facts: Facts, scene: Scene) -> Cell:
 
 
 def check_shared(probe: Probe, facts: Facts, scene: Scene) -> Cell:
-    if probe.finds is None:
-        return Cell("alone") if len(scene.probes) == 1 else UNKNOWN
-    if probe.finds:
+    if len(scene.probes) == 1:
+        return Cell("alone")
+    if facts["shared"]:
         return Cell("yes")
     text = (
-        "the run directory is not shared with the other hosts: logs of this host's ranks stay there, and a run can"
+        "the run directory is not shared with this machine: logs of this host's ranks stay there, and a run can"
         " only be resumed with rank 0 on the host it was on"
     )
     folder = shlex.quote(facts["disk"]["folder"]) if facts["disk"] else "FOLDER"
@@ -173,10 +163,10 @@ def _size(mb: int) -> str:
 
 
 CHECKS = {
-    "GPUs": Check(check_gpus, (gpus, driver, pci_gpus), may_lack=True),
+    "GPUs": Check(check_gpus, (gpus, driver), may_lack=True),
     "cores": Check(check_cores, (cores,)),
     "memory": Check(check_memory, (memory,)),
     "disk": Check(check_disk, (disk,)),
-    "shared": Check(check_shared, (), may_lack=True),
+    "shared": Check(check_shared, (shared,)),
     "/dev/shm": Check(check_shm, (shm_mb,)),
 }

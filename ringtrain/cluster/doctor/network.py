@@ -29,8 +29,8 @@ def host_name(wanted: Mapping[str, Any]) -> str:
     return socket.gethostname()
 
 
-def addresses(wanted: Mapping[str, Any]) -> list[list[Any]]:
-    """[[interface, address/prefix, Mb/s or None], ...]: the first IPv4 address of each interface, and all IPv6 ones."""
+def addresses(wanted: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """[[interface, address/prefix], ...]: the first IPv4 address of each interface, and all IPv6 ones."""
     pairs = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for _, name in socket.if_nameindex():
@@ -42,14 +42,7 @@ def addresses(wanted: Mapping[str, Any]) -> list[list[Any]]:
     for line in (attempt(read, "/proc/net/if_inet6") or "").splitlines():
         digits, _, prefix, _, _, name = line.split()
         pairs.append((name, f"{ipaddress.IPv6Address(int(digits, 16))}/{int(prefix, 16)}"))
-    rows: list[list[Any]] = []
-    for name, network in pairs:
-        speed = int(attempt(read, f"/sys/class/net/{name}/speed") or 0)
-        if speed > 0:
-            rows.append([name, network, speed])
-        else:
-            rows.append([name, network, None])
-    return rows
+    return pairs
 
 
 def names(wanted: Mapping[str, Any]) -> dict[str, list[str] | None]:
@@ -150,57 +143,34 @@ def check_subnet(probe: Probe, facts: Facts, scene: Scene) -> Cell:
     shared = shared_subnets(scene)
     if shared:
         return Cell(str(shared[0]))
-    covering = covering_subnet(scene)
-    if covering is not None:
-        text = f"no subnet contains all hosts; the smallest that covers their addresses is {covering}"
-        return Cell(str(covering), "warning", text, f"ringtrain launch --subnet {covering}", "here")
-    return Cell("none", "error", f"no subnet contains all hosts; this host is in {nets}", look)
+    text = f"no subnet contains all hosts; this host is in {nets}: if routers connect them, give --subnet CIDR"
+    return Cell("none", "warning", text, look)
 
 
 def shared_subnets(scene: Scene) -> list[Network]:
-    """Subnets in which each host has a distinct address. First those that host names resolve to, then the fastest.
+    """Subnets in which each host has a distinct address, first those that host names resolve to.
 
     A container bridge has the same address on every host and connects none of them.
     """
-    seen: dict[Network, list[tuple[str, int]]] = {}
+    seen: dict[Network, set[str]] = {}
     answers = [facts for facts in scene.answers if facts["addresses"] is not None]
     for facts in answers:
         for interface in _interfaces(facts):
-            speed = next(s for _, a, s in facts["addresses"] if a == str(interface))
-            seen.setdefault(interface.network, []).append((str(interface.ip), speed or 0))
-    everywhere = []
-    for net, hosts in seen.items():
-        distinct = {address for address, _ in hosts}
-        if len(distinct) == len(answers):
-            everywhere.append(net)
+            seen.setdefault(interface.network, set()).add(str(interface.ip))
+    everywhere = [net for net, distinct in seen.items() if len(distinct) == len(answers)]
     named: list[Any] = []
     for probe in scene.probes:
         named += map(ipaddress.ip_address, _known_as(probe, scene))
 
-    def order(net: Network) -> tuple[int, int, int, str]:
-        slowest = min(speed for _, speed in seen[net])
-        return -sum(address in net for address in named), -slowest, net.version, str(net)
+    def order(net: Network) -> tuple[int, int, str]:
+        return -sum(address in net for address in named), net.version, str(net)
 
     return sorted(everywhere, key=order)
 
 
-def covering_subnet(scene: Scene) -> Network | None:
-    """Smallest subnet with all hosts' addresses; None if one is unknown, IP versions differ or it exceeds a /8."""
-    known: list[Any] = []
-    for probe in scene.probes:
-        if probe.facts is not None:
-            known += map(ipaddress.ip_address, _known_as(probe, scene)[:1])
-    if len(known) < len(scene.answers) or len({address.version for address in known}) != 1:
-        return None
-    net: Network = ipaddress.ip_network(known[0])
-    while not all(address in net for address in known):
-        net = net.supernet()
-    return net if net.prefixlen >= 8 else None
-
-
 def _interfaces(facts: Facts) -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
     """Addresses of a host that other hosts may reach."""
-    interfaces = [ipaddress.ip_interface(address) for _, address, _ in facts["addresses"] or ()]
+    interfaces = [ipaddress.ip_interface(address) for _, address in facts["addresses"] or ()]
     reachable = []
     for interface in interfaces:
         is_local = interface.is_loopback or interface.is_link_local

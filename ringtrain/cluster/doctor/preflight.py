@@ -1,34 +1,62 @@
-"""Preflight of `ringtrain doctor`: probes every host, and reports problems before a job starts."""
+"""Preflight of `ringtrain doctor`: probes every host, and prints a table of every check on every host, or JSON."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
+import json
 import os
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from ringtrain.cluster import host_agent
 from ringtrain.cluster.doctor import machine, network, software
-from ringtrain.cluster.doctor.findings import UNKNOWN, Cell, Check, Probe, Scene, gather
-from ringtrain.cluster.doctor.report import Report, plain_or_terminal, show
-from ringtrain.cluster.doctor.session import Marker, Options, visit
-from ringtrain.cluster.hosts import Host
+from ringtrain.cluster.doctor.findings import LEVELS, UNKNOWN, Cell, Check, Finding, Level, Probe, Scene, gather
+from ringtrain.cluster.doctor.session import Options, visit
+from ringtrain.cluster.hosts import Host, count
 from ringtrain.cluster.job import check_subnet
 from ringtrain.errors import LaunchError
 
 CHECKS = {**software.CHECKS, **machine.CHECKS, **network.CHECKS}
 """a new one is a row with its fact and rule in one of these modules"""
+STYLES: dict[Level, str] = {"unknown": "dim", "ok": "", "warning": "yellow", "error": "bold red"}
+MARKS: dict[Level, str] = {"unknown": "", "ok": "", "warning": "! ", "error": "!! "}  # for output without colors
+EXIT_CODES: dict[Level, int] = {"unknown": 0, "ok": 0, "warning": 1, "error": 2}
+MOST_HOSTS = 6  # listed in a finding
+PADDING = 2
+
+
+@dataclass(frozen=True)
+class Report:
+    scene: Scene
+    table: Mapping[str, Sequence[Cell]]  # by check name, one cell per host
+    findings: tuple[Finding, ...]  # worst first
+    subnet: str  # for --subnet; "": the hosts share none
+    took_s: float
+
+    @property
+    def level(self) -> Level:
+        return max((finding.level for finding in self.findings), key=LEVELS.index, default="ok")
 
 
 def main(hosts: Sequence[Host], options: Options) -> int:
     """Examines hosts, prints the report, and returns 0: ok, 1: warnings, or 2: errors."""
     if sys.stderr.isatty() and len(hosts) > 1:
         print(f"probing {len(hosts)} hosts, each has {options.timeout_s:g} s to answer ...", file=sys.stderr)
-    return show(examine(hosts, options), plain_or_terminal(), options.as_json)
+    console = Console(width=None if sys.stdout.isatty() else 10_000)  # colors are for terminals
+    return show(examine(hosts, options), console, options.as_json)
 
 
 def examine(hosts: Sequence[Host], options: Options) -> Report:
@@ -52,17 +80,21 @@ def examine(hosts: Sequence[Host], options: Options) -> Report:
         "names": names,
         **request(),
     }
+    # This machine as well, the reference for all hosts, of which it may be none.
     local_names = host_agent.here(host.name for host in hosts)
-    marker = Marker(len(hosts))
-    with ThreadPoolExecutor(min(options.num_connections, len(hosts) + 1)) as pool:
-        apart = []
-        if not local_names:  # this machine is none of the hosts
-            apart = [pool.submit(visit, Host("localhost"), wanted, options, Marker(0))]
-        probes = tuple(pool.map(lambda host: visit(host, wanted, options, marker), hosts))
-    local_probes = [probe for probe in probes if probe.host.name in local_names]
-    local_probes += [visited.result() for visited in apart]
-    local = local_probes[0]
-    # The reference for all hosts. If this machine does not answer in time, the first host that does.
+    everywhere = list(hosts)
+    if not local_names:
+        everywhere.append(Host("localhost"))
+    with contextlib.ExitStack() as stack:
+        wanted["marker"] = ""
+        with contextlib.suppress(OSError):
+            folder = machine.disk(wanted)["folder"]
+            marker = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".ringtrain-doctor-", dir=folder))
+            wanted["marker"] = marker.name
+        pool = stack.enter_context(ThreadPoolExecutor(min(options.num_connections, len(everywhere))))
+        visited = tuple(pool.map(lambda host: visit(host, wanted, options), everywhere))
+    probes = visited[: len(hosts)]
+    local = next(probe for probe in visited if probe.host.name in (*local_names, "localhost"))
     here = local.facts or next((probe.facts for probe in probes if probe.facts), {})
     scene = Scene(probes, here, options.python, options.ssh_port, options.subnet)
     table = judge(scene)
@@ -102,3 +134,97 @@ def request() -> dict[str, Any]:
         for fact in check.facts:
             functions[fact.__name__] = fact
     return {"facts": [*functions], "source": "\n".join(map(inspect.getsource, functions.values()))}
+
+
+# ---- the report ----------------------------------------------------------------------------------------------------
+
+
+def show(report: Report, console: Console, as_json: bool = False) -> int:
+    """Prints a report and returns the exit code: 0 ok, 1 warnings, 2 errors."""
+    if as_json:
+        console.out(json.dumps(as_plain_values(report)), highlight=False)
+        return EXIT_CODES[report.level]
+    wide = console.width if console.is_terminal else sys.maxsize
+    for columns in fold(report, wide):
+        console.print(_draw(report, columns), soft_wrap=not console.is_terminal, crop=False)
+        console.print()
+    for line, style in _lines(report):
+        console.print(Text(_plain(line), STYLES.get(style, "")), soft_wrap=True)
+    return EXIT_CODES[report.level]
+
+
+def fold(report: Report, width: int) -> Iterator[list[str]]:
+    """Yields groups of column names; each fits into `width` characters next to the host names."""
+    first = max((cell_len(probe.host.name) for probe in report.scene.probes), default=0)
+    part: list[str] = []
+    used = first
+    for name, cells in report.table.items():
+        needed = PADDING + max([cell_len(name), *(cell_len(_text(cell)) for cell in cells)])
+        if part and used + needed > width:
+            yield part
+            part, used = [], first
+        part.append(name)
+        used += needed
+    yield part
+
+
+def as_plain_values(report: Report) -> dict[str, object]:
+    """Converts a report to JSON types, with each host's facts except the hashes of single files."""
+    hosts = []
+    for number, probe in enumerate(report.scene.probes):
+        cells = {name: cells[number] for name, cells in report.table.items()}
+        host = {name: getattr(probe, name) for name in ("error", "connect_s", "clock_s", "facts")}
+        for group in ("ringtrain", "code"):
+            if probe.facts and probe.facts[group]:
+                less = {name: value for name, value in probe.facts[group].items() if name != "files"}
+                host["facts"] = {**host["facts"], group: less}
+        levels = {name: {"value": cell.value, "level": cell.level} for name, cell in cells.items()}
+        hosts.append({"name": probe.host.name, "slots": probe.host.slots, **host, "checks": levels})
+    return {
+        "level": report.level,
+        "hosts": hosts,
+        "findings": [dataclasses.asdict(finding) for finding in report.findings],
+        "subnet": report.subnet,
+        "took_s": round(report.took_s, 3),
+    }
+
+
+def _draw(report: Report, columns: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, PADDING, 0, 0), header_style="bold")
+    for name in ("host", *columns):
+        table.add_column(name, no_wrap=True)
+    for number, probe in enumerate(report.scene.probes):
+        cells = [report.table[name][number] for name in columns]
+        row = [Text(_plain(_text(cell)), STYLES[cell.level]) for cell in cells]
+        worst = max((report.table[name][number].level for name in report.table), key=LEVELS.index)
+        style = STYLES[worst] if worst == "error" else ""
+        table.add_row(Text(probe.host.name, style), *row)
+    return table
+
+
+def _lines(report: Report) -> Iterator[tuple[str, Level]]:
+    """Lines below the table, each with the level that sets its color."""
+    for finding in report.findings:
+        hosts = ", ".join(finding.hosts[:MOST_HOSTS])
+        if len(finding.hosts) > MOST_HOSTS:
+            hosts += f" and {len(finding.hosts) - MOST_HOSTS} more"
+        yield f"{MARKS[finding.level]}{': '.join(filter(None, [hosts, finding.check, finding.text]))}", finding.level
+        yield from ((f"       {line}", "ok") for line in finding.fix.splitlines())
+    if report.findings:
+        yield "", "ok"
+    if report.subnet and len(report.scene.answers) > 1:
+        yield f"all hosts are in {report.subnet}: ringtrain launch --subnet {report.subnet}", "ok"
+    levels = [finding.level for finding in report.findings]
+    counts = [count(levels.count(level), level) for level in LEVELS[:1:-1]]
+    summary = ", ".join(text for text in counts if not text.startswith("0 ")) or "all ok"
+    yield f"{count(len(report.scene.probes), 'host')}: {summary} ({report.took_s:.1f} s)", report.level
+
+
+def _text(cell: Cell) -> str:
+    return MARKS[cell.level] + (cell.value or "-")
+
+
+def _plain(text: str) -> str:
+    """Replaces control characters: output of a host must not move the cursor."""
+    letters = [letter if letter.isprintable() else "?" for letter in text]
+    return "".join(letters)

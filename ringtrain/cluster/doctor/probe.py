@@ -7,8 +7,8 @@ comes with the request, and they use what this file imports and defines, neither
 
 from __future__ import annotations
 
-import contextlib
-import fcntl  # noqa: F401 - for the functions that come with the request, as some others
+import contextlib  # noqa: F401 - for the functions that come with the request, as some others
+import fcntl  # noqa: F401
 import hashlib
 import importlib.util
 import ipaddress  # noqa: F401
@@ -121,28 +121,12 @@ def hashes(folder: str, leave_out: str) -> dict[str, Any] | None:
 
 
 def serve(mark: str, lines: Iterable[bytes], answers: TextIO) -> None:
-    """Answers a JSON request per line, with `mark` before each answer; in the end deletes the files it wrote."""
-    left = []
-    try:
-        for line in lines:
-            request = json.loads(line.decode())
-            answer: Any = None
-            if request["do"] == "facts":
-                answer = facts(request)
-            elif request["do"] == "clock":
-                answer = time.time()
-            elif request["do"] == "leave":
-                with contextlib.suppress(OSError), open(request["path"], "x", encoding="utf-8") as file:
-                    left.append(request["path"])
-                    answer = file.write(request["text"]) > 0
-            elif request["do"] == "find":
-                answer = attempt(read, request["path"]) == request["text"]
-            answers.write(mark + json.dumps(answer) + "\n")
-            answers.flush()
-    finally:
-        for path in left:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+    """Answers a JSON request per line, with `mark` before each answer."""
+    for line in lines:
+        request = json.loads(line.decode())
+        answer = facts(request) if request["do"] == "facts" else time.time()
+        answers.write(mark + json.dumps(answer) + "\n")
+        answers.flush()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -43,8 +42,6 @@ class DoctorOptions:
     """your code, the same on every host"""
     timeout_s: Annotated[float, Argument("S", ("--timeout",))] = 10
     """seconds for a host to answer"""
-    job: bool = False
-    """check the script after -- as well: that it is there, compiles, and can import its modules"""
     as_json: Annotated[bool, Argument("", ("--json",))] = False
     """print one JSON object instead of a table"""
 
@@ -53,7 +50,7 @@ class DoctorOptions:
 class Options(DoctorOptions):
     """How hosts are examined."""
 
-    num_connections: int = 32  # hosts probed at the same time, at least 2
+    num_connections: int = 32  # hosts probed at the same time
     ssh_port: int = 0  # 0: from ssh's configuration
     subnet: str = ""  # CIDR of the network of the job, e.g. 10.1.0.0/16; "": the one that all hosts share
     script: str = ""  # path of the script whose job is checked
@@ -64,14 +61,13 @@ class NoAnswer(Exception):
     """Raised if a host does not answer; the message is the reason."""
 
 
-def visit(host: Host, request: Mapping[str, Any], options: Options, marker: Marker) -> Probe:
+def visit(host: Host, request: Mapping[str, Any], options: Options) -> Probe:
     """Probes one host; a host that does not answer gives a Probe with an error."""
     try:
-        with marker.of_session(), Session.to(host.name, options) as session:
+        with Session.to(host.name, options) as session:
             facts = session.ask(**request)
             clock_s = min((session.clock() for _ in range(NUM_CLOCK_READINGS)), key=lambda reading: reading[1])
-            finds = marker.leave_or_find(session, facts["disk"])
-            return Probe(host, facts, "", session.connect_s, clock_s, finds)
+            return Probe(host, facts, "", session.connect_s, clock_s)
     except NoAnswer as error:
         return Probe(host, error=str(error))
 
@@ -166,55 +162,3 @@ class Session:
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-
-
-class Marker:
-    """Marker file that the first session writes to a run directory and the other sessions look for on their hosts."""
-
-    def __init__(self, num_sessions: int) -> None:
-        self._lock = threading.Lock()
-        self._num_running = num_sessions
-        self._others_ended = threading.Event()
-        self._is_claimed = False
-        self._text = secrets.token_hex(8)
-        self._path = Future[str]()
-        """"" if the file could not be written"""
-
-    @contextlib.contextmanager
-    def of_session(self) -> Iterator[None]:
-        """Context of one session; counts it as finished, also after an error."""
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_running -= 1
-                if self._num_running <= 1:
-                    self._others_ended.set()
-
-    def leave_or_find(self, session: Session, disk: Mapping[str, Any] | None) -> bool | None:
-        """Writes the file and waits until all others have looked, or looks for it; returns whether this host sees it.
-
-        None: it could not be written, or there is no other host.
-        """
-        with self._lock:
-            is_first = not self._is_claimed
-            self._is_claimed = True
-            alone = self._num_running <= 1
-        if not is_first:
-            path = self._path.result()
-            if not path:
-                return None
-            return session.ask(do="find", path=path, text=self._text)
-        written = ""
-        try:
-            if disk and not alone:
-                path = os.path.join(disk["folder"], f".ringtrain-doctor-{self._text}")
-                if session.ask(do="leave", path=path, text=self._text):
-                    written = path
-        finally:
-            self._path.set_result(written)
-            if not alone:
-                self._others_ended.wait()
-        if not written:
-            return None
-        return True

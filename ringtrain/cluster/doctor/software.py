@@ -36,7 +36,6 @@ def packages(wanted: Mapping[str, Any]) -> dict[str, Any]:
         "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tf-nightly"),
         "keras": ("keras", "keras-nightly"),
         "horovod": ("horovod",),
-        "mpi4py": ("mpi4py",),
     }
     versions: dict[str, Any] = dict.fromkeys(distributions)
     for package, names in distributions.items():
