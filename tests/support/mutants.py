@@ -133,9 +133,9 @@ MUTANTS = (
     ),
     # Samples
     Mutant(
-        *("no shards: every rank trains the first", "data/row_order.py"),
-        *("return order[:, rank * batch_size : (rank + 1) * batch_size]", "return order[:, :batch_size]"),
-        f"{UNIT}/test_sharding.py::test_no_sample_comes_twice_and_every_rank_makes_the_same_steps",
+        *("no shards: every rank trains the first", "data/dataset.py"),
+        *("shard = rank * batch_size, (rank + 1) * batch_size", "shard = 0, batch_size"),
+        f"{UNIT}/test_image_files.py::test_every_sample_is_trained_once_and_the_ring_sees_the_batches_of_one_rank",
     ),
     Mutant(
         *("rows of a block that depend on the steps before", "data/row_order.py"),
@@ -164,7 +164,7 @@ MUTANTS = (
     ),
     Mutant(
         *("elastic ranks that train each other's samples", "data/dataset.py"),
-        *(": 0 :, first:end]", ": 0 :, : end - first]"),
+        *("else 0 :, first:end]", "else 0 :, : end - first]"),
         "tests/faults/test_elastic.py::test_ranks_come_and_go_and_nothing_is_different",
     ),
     # Checkpoints
