@@ -116,10 +116,6 @@ class HostAgents:
         self.status: dict[int, tuple[int, str]] = {}
         """step and phase of ranks that have exited"""
         self.out_of_memory: set[str] = set()
-        self.noticed: list[str] = []
-        """hosts that are taken away soon"""
-        self.unasked: list[str] = []
-        """hosts that lack the command which tells this"""
         self.not_cleaned_up: list[str] = []
         """hosts whose agent was killed"""
         self._end_order = "end"
@@ -183,8 +179,8 @@ class HostAgents:
             raise HostsLost([*lost], listed([*lost.values()]))
         self._refuse_other_versions()
 
-    def start(self, host: str, is_checked: bool, is_asked: bool = True) -> HostAgent:
-        """Starts the agent of a host. is_checked: It must have the ranks' program. is_asked: For notices."""
+    def start(self, host: str, is_checked: bool) -> HostAgent:
+        """Starts the agent of a host. is_checked: It must have the ranks' program."""
         environ, job = self.job.environment, self.job
         command = job.command if is_checked else ()
         argv = host_agent.argv(
@@ -196,7 +192,6 @@ class HostAgents:
             environ.get("PYTHONPATH", ""),
             timeout_s=self.answer_timeout_s,
             port=job.ssh_port,
-            notice=job.preempt_notice if is_asked else "",
         )
         pipe = subprocess.PIPE
         try:
@@ -255,7 +250,7 @@ class HostAgents:
 
     def start_second(self, host: str) -> HostAgent:
         """Starts an agent that waits for an order to clean up; where the first was killed, its host counts as ready."""
-        second = self.start(host, is_checked=False, is_asked=False)
+        second = self.start(host, is_checked=False)
         second.is_second, second.ready = True, host in self.not_cleaned_up
         return second
 
@@ -314,10 +309,6 @@ class HostAgents:
             agent.version = rest[1] if len(rest) > 1 else ""
         elif kind == "taken" and "".join(rest).isdecimal():
             agent.num_signaled = int("".join(rest)[:9])
-        elif kind == "notice":
-            self.noticed.append(agent.name)
-        elif kind == "no-notice":
-            self.unasked.append(agent.name)
         elif kind == "swept":
             agent.cleaned_up = True
         elif kind == "box":

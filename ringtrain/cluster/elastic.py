@@ -71,8 +71,6 @@ class ElasticHost:
     published_s: float = 0.0
     """time.monotonic() since which Horovod is shown it; 0: it is not"""
     ask_again_s: float = 0.0
-    is_leaving: bool = False
-    """it is taken away soon: Horovod is not shown it, and its agent stays to clean up"""
 
     @property
     def is_pending(self) -> bool:
@@ -127,7 +125,6 @@ class ElasticSupervisor(Supervisor):
         while True:
             self._poll_unless_stopped()
             self._check_agents()
-            self._take_notices()
             self._add_hosts()
             present = self._present()
             is_pending = self._listed is None or any(host.is_pending for host in present)
@@ -161,9 +158,7 @@ class ElasticSupervisor(Supervisor):
                 host.agent = here or self.agents.start(listed.name, is_checked=True)
         for host in self._present():
             agent = host.agent
-            if not agent or agent.is_second or not agent.ready:
-                continue
-            if host.published_s or host.is_leaving:
+            if not agent or agent.is_second or not agent.ready or host.published_s:
                 continue
             if self._has_same_version(host, agent):
                 host.published_s = now
@@ -189,7 +184,7 @@ class ElasticSupervisor(Supervisor):
         shown = []
         used = {rank.host for rank in self.reports.ranks}
         for host in self._present():
-            if not host.published_s or host.is_leaving:
+            if not host.published_s:
                 continue
             for_s = now - host.published_s
             if self._process and for_s > UNHEARD_S and host.agent and host.agent.hostname not in used:
@@ -223,7 +218,6 @@ class ElasticSupervisor(Supervisor):
                 say(f"{why}; excluded until it does")
             wait_s = LEASE_S + AGAIN_S if agent.ready else AGAIN_S  # the lost agent may still be cleaning up
             host.agent, host.published_s, host.ask_again_s = None, 0.0, now + (0.0 if agent.was_killed else wait_s)
-            host.is_leaving = False  # a machine that comes back under its name is another one
             if agent.ready and self._process:
                 say(f"lost {agent.host}: {why}; continues without")
                 self._publish(now)
@@ -255,21 +249,6 @@ class ElasticSupervisor(Supervisor):
                     os.kill(int(folder.name), signal.SIGKILL)
             except OSError:
                 continue  # the process has exited, or is another user's
-
-    def _take_notice(self, host: str) -> None:
-        """Continues without a host that is taken away soon, unless it is this one or too few slots are left."""
-        leaving = self.hosts.get(host)
-        left = [one for one in self._present() if one.published_s and not one.is_leaving and one is not leaving]
-        num_left = sum(one.host.slots for one in left)
-        num_needed = self.options.min_np if self.reports.ranks else self.first_ranks
-        is_used = leaving is not None and leaving.published_s > 0
-        if not leaving or host in self.here or (is_used and num_left < num_needed):
-            super()._take_notice(host)
-            return
-        leaving.is_leaving = True
-        self.output.end_line()
-        say(f"{host} is taken away soon (--preempt-notice): continues without")
-        self._publish(time.monotonic())
 
     # ---- while it runs --------------------------------------------------------------------------------------------
 

@@ -30,8 +30,6 @@ SAYS = "ringtrain-agent:"
 LEASE_S = int(os.environ.get(LEASE, 30))
 """seconds without the launcher's heartbeat after which an agent cleans up"""
 BEAT_S = LEASE_S / 6
-NOTICE_S = 3
-"""seconds that the command of --preempt-notice may take"""
 PATIENCE_S = 2
 """seconds for launchers whose ranks were killed to exit by themselves and remove their files"""
 ALIVE_S, ALIVE_COUNT = 3, 5
@@ -90,12 +88,11 @@ MAX_LOOKS = 24
 """number of heartbeats at which an agent looks which of these libraries ranks have loaded"""
 IS_RANK = f"^({'|'.join(names('rank'))})="
 
-# Arguments: the job's ID, the directory and program of the ranks, their PATH and PYTHONPATH, whether the program is a
-# Python that must have ringtrain, and the command of --preempt-notice. SAYS distinguishes the output from that of a
-# login shell.
+# Arguments: the job's ID, the directory and program of the ranks, their PATH and PYTHONPATH, and whether the program is
+# a Python that must have ringtrain. SAYS distinguishes the output from that of a login shell.
 SCRIPT = f"""
 trap '' HUP INT TERM PIPE
-job=$1 folder=$2 program=$3 path=$4 modules=$5 wants_ringtrain=$6 notice=${{7:-}}
+job=$1 folder=$2 program=$3 path=$4 modules=$5 wants_ringtrain=$6
 echo  # ends the line of a login shell whose start-up files print one without its end
 mine() {{ grep -ls "{JOB}=$job" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }}
 daemons() {{
@@ -171,15 +168,6 @@ look() {{
         candidates="$candidates $process"
     done
 }}
-# Says once that this host is taken away soon, or that the command is not found.
-ask() {{
-    [ -n "$notice" ] || return 0
-    timeout -s KILL {NOTICE_S} sh -c "$notice" </dev/null >/dev/null 2>&1
-    case $? in
-    0) notice= && echo "{SAYS}notice" ;;
-    126 | 127) notice= && echo "{SAYS}no-notice" ;;
-    esac
-}}
 killed_for_memory() {{ sed -n "s/^oom_kill //p" /proc/vmstat 2>/dev/null; }}
 before=$(killed_for_memory)
 version= missing=
@@ -199,7 +187,6 @@ echo "{SAYS}networks$(networks)"
 set -- ${{SSH_CONNECTION:-}}
 case ${{3:-}} in *[!0-9.]*) set -- ;; esac
 echo "{SAYS}reached ${{3:-}}"
-ask  # before any rank starts here
 echo "{SAYS}ready $(uname -n) $version"
 # Unless all ranks had started, mpirun may start some here until it is killed on its own host.
 least={2 * PATIENCE_S}
@@ -210,9 +197,7 @@ while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$or
         least=0
         break ;;
     "end starting") break ;;
-    beat)
-        look
-        ask ;;
+    beat) look ;;
     signal*)
         set -- $order
         number=$2 taken=
@@ -290,12 +275,8 @@ def argv(
     *,
     timeout_s: float,
     port: int = 0,
-    notice: str = "",
 ) -> list[str]:
-    """Command that starts a host agent. host "": this one; command (): no check; port 0: ssh's own configuration.
-
-    notice: Shell command that exits with 0 when the host is taken away soon; "": none.
-    """
+    """Command that starts a host agent. host "": this one; command (): no check; port 0: ssh's own configuration."""
     program = command[0] if command else ""
     wants_ringtrain = as_main.is_python(command) and any(word.startswith("ringtrain.") for word in command[1:3])
     words = [
@@ -309,7 +290,6 @@ def argv(
         path,
         modules,
         "1" if wants_ringtrain else "",
-        notice,
     ]
     if not host:
         return words

@@ -50,8 +50,6 @@ class Job:
     """CIDRs of networks that connect no hosts, as host agents find them"""
     ssh_port: int = 0
     """0: ssh's own configuration"""
-    preempt_notice: str = ""
-    """shell command that exits with 0 on a host that is taken away soon; "": none"""
     threads_per_rank: int = 0
     """CPU threads; 0: the ranks decide"""
     oversubscribe: bool = False

@@ -42,20 +42,6 @@ SPARK_START_S = 60.0
 """for Spark itself to start, before it is asked for slots"""
 GPUS = Path("/proc/driver/nvidia/gpus")
 
-# Commands that exit with 0 on a host that a cloud takes away soon, from the pages of AWS on spot instances, of GCE on
-# preempted instances and of Azure on scheduled events.
-METADATA = "http://169.254.169.254"
-"""of a virtual machine, at AWS and Azure"""
-GCE_METADATA = "http://metadata.google.internal"
-ASK = "command -v curl >/dev/null || exit 127; ask() { curl --silent --fail --noproxy '*' --max-time 1 \"$@\"; }; "
-NOTICES = {
-    "aws": f"""token=$(ask -X PUT -H X-aws-ec2-metadata-token-ttl-seconds:60 {METADATA}/latest/api/token) &&
-        ask -H "X-aws-ec2-metadata-token:$token" {METADATA}/latest/meta-data/spot/instance-action""",
-    "gce": f"ask -H Metadata-Flavor:Google {GCE_METADATA}/computeMetadata/v1/instance/preempted | grep -q TRUE",
-    "azure": f"""ask -H Metadata:true '{METADATA}/metadata/scheduledevents?api-version=2020-07-01' |
-        grep -q '"Preempt"'""",
-}
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -99,7 +85,6 @@ class Launch:
             subnet=options.subnet,
             own_interfaces=openmpi.own_interfaces(environ),
             ssh_port=options.ssh_port,
-            preempt_notice=notice_command(options.preempt_notice),
             threads_per_rank=options.threads,
             oversubscribe=options.oversubscribe,
             output=self.path(options.output),
@@ -387,8 +372,3 @@ def show_dry(plan: Plan, is_submitted: bool, output: str) -> None:
     if output:
         line = f"mkdir -p -- {shlex.quote(output)} && {line}"
     print(f"# keep it as job.{name}, and submit it by: {line}", file=sys.stderr)
-
-
-def notice_command(text: str) -> str:
-    """Shell command of `--preempt-notice`, which names a cloud or is a command itself."""
-    return ASK + NOTICES[text] if text in NOTICES else text

@@ -106,8 +106,6 @@ class JobOptions:
     """write timelines of all ranks of ringtrain.train, for Perfetto"""
     start_timeout: Annotated[float, Argument("S"), SECONDS] = 60
     """seconds for hosts to answer and for ranks to start"""
-    preempt_notice: Annotated[str, Argument("COMMAND")] = ""
-    """save and exit as after SIGTERM once this shell command exits with 0 on any host; or the cloud: aws, gce, azure"""
     grace: Annotated[float, Argument("S"), SECONDS] = 8
     """seconds after SIGTERM for ranks to save before they are killed"""
 
@@ -263,10 +261,6 @@ class LaunchOptions(
                     )
         if self.require_init and self.started_by.submits:
             raise LaunchError(f"got --require-init with --launcher {self.launcher}, which only submits: leave it out")
-        if self.preempt_notice and not self.started_by.over_ssh:
-            raise LaunchError(
-                f"got --preempt-notice with --launcher {self.launcher}, whose hosts have no agents to ask: leave it out"
-            )
         syncs = next((name for name in ("sync", "sync_environment", "sync_delete") if getattr(self, name)), "")
         if syncs and not self.started_by.over_ssh:
             raise LaunchError(

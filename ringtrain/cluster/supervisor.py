@@ -89,12 +89,6 @@ class Supervisor:
         self.reports = Reader(job.id)
         self.output = Output(self.reports, self.defers_failures)
         self.stopped_by = 0
-        self.noticed_host = ""
-        """the first that is taken away soon, for which the job was stopped"""
-        self._is_notice_due = False
-        """the next SIGTERM is that of a notice"""
-        self._was_noticed_only = False
-        """the job was stopped by a notice, and no signal has come since"""
         self.lost_hosts: list[str] = []
         """that did not confirm the clean-up"""
         self._host_of_rank = [host.name for host in job.hosts for _ in range(host.slots)]
@@ -192,7 +186,6 @@ class Supervisor:
         while process.poll() is None:
             self._poll()
             now = time.monotonic()
-            self._take_notices()
             if self._received:
                 end_at_s = min(end_at_s, self._forward(self._received.pop(0)))
             if now > end_at_s or self._nothing_catches():
@@ -220,26 +213,6 @@ class Supervisor:
         os.set_blocking(stream.fileno(), False)
         self._selector.register(stream, selectors.EVENT_READ, None)
         return process
-
-    def _take_notices(self) -> None:
-        """Takes what agents tell of hosts that are taken away soon."""
-        while self.agents.unasked:
-            self.output.end_line()
-            say(f"{self.agents.unasked.pop()} lacks the command of --preempt-notice: its notices are missed")
-        while self.agents.noticed:
-            self._take_notice(self.agents.noticed.pop(0))
-
-    def _take_notice(self, host: str) -> None:
-        """Ends the job as after SIGTERM, since a host is taken away soon."""
-        if self.noticed_host:
-            return
-        self.noticed_host = host
-        self.output.end_line()
-        say(f"{host} is taken away soon (--preempt-notice): the job ends as after SIGTERM")
-        # It is no second signal: ranks that save because of a first one keep the grace.
-        if not {self.stopped_by, *self._received} & {*ENDING}:
-            self._receive(signal.SIGTERM, None)
-            self._is_notice_due = True
 
     def _check_start(self, began_s: float) -> None:
         """Compares planned and actual placement while ranks start."""
@@ -278,18 +251,14 @@ class Supervisor:
         """Forwards a signal to the ranks; returns when to kill them (time.monotonic()), inf if it may be repeated."""
         known = [rank for rank in self.reports.ranks if rank.process]
         is_final = number in ENDING
-        is_notice = self._is_notice_due and number == signal.SIGTERM
-        if is_notice:
-            self._is_notice_due = False
         # Jupyter interrupts a kernel right before it kills it: ranks that save because of the first keep the grace.
         is_first = not self.stopped_by
-        is_second = self.stopped_by in ENDING and not self._was_noticed_only
-        may_save = is_first or (is_final and not is_second)
+        may_save = is_first or (is_final and self.stopped_by not in ENDING)
         if not known or not may_save:
-            if is_first or self._was_noticed_only:
-                self.stopped_by, self._was_noticed_only = number, is_notice
+            if is_first:
+                self.stopped_by = number
             raise Stopped(self.stopped_by)
-        self.stopped_by, self._was_noticed_only = number, is_notice
+        self.stopped_by = number
         then = f"killed in {self.options.grace:g} s (--grace)" if is_final else "a second one ends them at once"
         self.output.end_line()
         say(f"{signal.Signals(number).name}: ranks may save and exit; {then}")
@@ -349,7 +318,7 @@ class Supervisor:
     def _poll_unless_stopped(self) -> None:
         self._poll()
         if self._received:
-            self.stopped_by, self._was_noticed_only = self._received[0], self._is_notice_due
+            self.stopped_by = self._received[0]
             raise Stopped(self.stopped_by)
 
     # ---- the end --------------------------------------------------------------------------------------------------
@@ -417,10 +386,7 @@ class Supervisor:
         if lost is not None:
             result = JobResult(2, str(lost))
         elif self.stopped_by and result.exit_code:
-            cause = signal.Signals(self.stopped_by).name
-            if self._was_noticed_only and self.stopped_by == signal.SIGTERM:
-                cause = f"a notice that {self.noticed_host} is taken away"
-            result = JobResult(128 + self.stopped_by, f"stopped by {cause}")
+            result = JobResult(128 + self.stopped_by, f"stopped by {signal.Signals(self.stopped_by).name}")
         result = self._with_facts(result, lost)
         self.output.show_held(result.last or result.text, result.rank)
         if result.text:

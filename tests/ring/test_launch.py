@@ -20,7 +20,6 @@ import pytest
 
 from ringtrain.cluster.plans import openmpi
 from ringtrain.monitor import journal
-from ringtrain.protocol.env import LEASE
 
 pytestmark = pytest.mark.launch
 
@@ -326,23 +325,6 @@ def test_ranks_may_save_at_the_first_signal(
     assert code == 128 + number, stderr
     assert stderr.splitlines()[-1] == f"ringtrain: stopped by {number.name}"
     assert [path.name for path in tmp_path.iterdir()] == [f"saved-{number}"]
-    assert started.left() == {}
-
-
-def test_a_notice_that_the_host_is_taken_away_lets_ranks_save(launch, tmp_path: Path) -> None:
-    (tmp_path / "saved").mkdir()
-    notice = f"test -e {tmp_path}/leaving"
-    words = ["--preempt-notice", notice, "--", *python(SAVING, tmp_path / "saved")]
-    started = launch(*ringtrain(*words), env={LEASE: "6"})
-    started.wait_for_ranks()
-    time.sleep(2)  # it is asked, and not there
-    assert not [*(tmp_path / "saved").iterdir()] and started.process.poll() is None
-    (tmp_path / "leaving").touch()
-    code, stderr = started.end()
-    assert code == 128 + signal.SIGTERM, stderr
-    assert "this host is taken away soon (--preempt-notice)" in stderr
-    assert stderr.splitlines()[-1] == "ringtrain: stopped by a notice that this host is taken away"
-    assert [path.name for path in (tmp_path / "saved").iterdir()] == [f"saved-{signal.SIGTERM}"]
     assert started.left() == {}
 
 

@@ -19,7 +19,6 @@ import itertools
 import os
 import re
 import selectors
-import shlex
 import signal
 import subprocess
 from collections import deque
@@ -66,7 +65,6 @@ class Machine:
         self.trouble_began_s = -1e9
         self.ranks: list[Rank] = []
         self.agents: list[Agent] = []
-        self.is_noticed = False
         self.was_out_of_memory = False
         self.lost_agent_s = float("inf")
         """when its agent was killed, its connection dropped, or a daemon of the job killed"""
@@ -263,10 +261,10 @@ class Process:
 class Ssh(Process):
     """The process of a host agent: ssh to another host, or on this one the agent itself."""
 
-    def __init__(self, cluster: Cluster, machine: Machine, job: Job, timeout_s: float, notice: str) -> None:
+    def __init__(self, cluster: Cluster, machine: Machine, job: Job, timeout_s: float) -> None:
         super().__init__(cluster)
         self.job = job
-        self.machine, self.notice = machine, notice
+        self.machine = machine
         self.agent: Agent | None = None
         self.down = Stream(machine, "to", self._to_agent)
         self.up = Stream(machine, "from", self._from_agent)
@@ -377,14 +375,12 @@ class Agent:
         self.is_alive, self.is_ready, self.is_sweeping, self.is_busy = True, False, False, False
         self._orders: deque[str | None] = deque()
         self._num_waits = 0
-        self._is_asking = bool(ssh.notice)
         self.machine.agents.append(self)
         self.machine.later(self.machine.world.random.uniform(0.02, 0.3), self._ready)
 
     def _ready(self) -> None:
         if self.is_alive:
             self._say("networks 10.0.0.1/8")
-            self._ask()
             self._say(f"ready {self.machine.name} ")
             self.is_ready = True
             self._next()
@@ -403,10 +399,8 @@ class Agent:
             order = self._orders.popleft()
             if order is None or order.startswith("end"):
                 self.sweep(order or "end of input")
-            elif order == "beat":
-                self._ask()
-            else:
-                self._signal(str(order))
+            elif order != "beat":
+                self._signal(order)
         self._num_waits += 1
         if self.is_alive and not self.is_sweeping and not self.is_busy:
             self.machine.later(LEASE_S, partial(self._expire, self._num_waits))
@@ -414,11 +408,6 @@ class Agent:
     def _expire(self, number: int) -> None:
         if self.is_alive and not self.is_sweeping and not self.is_busy and number == self._num_waits:
             self.sweep(f"no heartbeat for {LEASE_S} s")
-
-    def _ask(self) -> None:
-        if self._is_asking and self.machine.is_noticed:
-            self._is_asking = False
-            self._say("notice")
 
     def _signal(self, order: str) -> None:
         _, number, *pairs = order.split()
@@ -792,12 +781,9 @@ class Cluster:
         if argv[0] == "mpirun":
             return Mpirun(self, self.job_of(argv))
         if argv[0] == "sh":
-            return Ssh(self, self.here, self.job_of(argv), 60.0, argv[-1])
+            return Ssh(self, self.here, self.job_of(argv), 60.0)
         timeout_s = next(float(word.partition("=")[2]) for word in argv if "ConnectTimeout=" in word)
-        job = self.job_of(argv)
-        is_asked = argv[-1].endswith(shlex.quote(job.preempt_notice))
-        notice = job.preempt_notice if is_asked else ""
-        return Ssh(self, self.machines[argv[argv.index("--") + 1]], job, timeout_s, notice)
+        return Ssh(self, self.machines[argv[argv.index("--") + 1]], self.job_of(argv), timeout_s)
 
     def job_of(self, argv: Sequence[str]) -> Job:
         """The job that a command is of: its ID is one of the last words."""

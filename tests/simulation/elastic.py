@@ -8,7 +8,6 @@ the ranks: see training.py; Horovod's C++ core is modeled in members.py, hosts a
 from __future__ import annotations
 
 import dataclasses
-import re
 import signal
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,8 +30,7 @@ CHAOS_S = 150.0
 END_S = 1000.0
 """seconds after which a job has ended, or waits for hosts"""
 IDLE_S = 120.0
-LOST_S, LEAVE_S = 25.0, 20.0
-LEFT = re.compile(r"ringtrain: (host\d+) is taken away soon .*: continues without")
+LOST_S = 25.0
 
 
 class Run(launched.Run):
@@ -66,7 +64,6 @@ class Run(launched.Run):
         self.furthest: dict[str, int] = {}
         """completed steps of any rank, by job"""
         self.stopped_at: dict[str, int] = {}
-        self.noticed_s: dict[str, float] = {}
         machines = [
             Machine(self.cluster, f"host{number}", draw.choice([1, 1, 2])) for number in range(1, num_hosts + 1)
         ]
@@ -90,7 +87,6 @@ class Run(launched.Run):
             start_timeout=draw.choice([30.0, 60.0]),
             grace=draw.choice([2.0, 8.0, 20.0]),
             max_restarts=draw.choice([0, 0, 1]),
-            preempt_notice="test -e /run/leaving",
         )
         self.cluster.listing = {machine.name: machine.slots for machine in machines}
         self._set_run()
@@ -125,11 +121,8 @@ class Run(launched.Run):
     # ---- what must hold while it runs --------------------------------------------------------------------------------
 
     def on_member(self, member: Member) -> None:
-        """A rank starts, not on a host that is left, nor in the slot of one that still runs."""
+        """A rank starts, not in the slot of one that still runs."""
         self.had_ranks.add(member.machine.name)
-        noticed_s = self.noticed_s.get(member.machine.name, float("inf"))
-        if self.world.now_s > noticed_s + 5.0:
-            self.violated(f"a rank starts on {member.machine.name}, which is taken away soon")
         for other in self.cluster.members.values():
             is_of_slot = other.machine is member.machine and other.slot == member.slot and other is not member
             if is_of_slot and other.is_alive and other.job.id == member.job.id:
@@ -163,25 +156,10 @@ class Run(launched.Run):
         if not machine.is_reachable and lost_s > LOST_S and machine is not self.here:
             self.violated(f"a rank is started on {machine.name}, which is lost for {lost_s:.0f} s")
 
-    def on_says(self, line: str) -> None:
-        """The launcher prints a line."""
-        found = LEFT.search(line)
-        if not found:
-            return
-        self.noticed_s[found[1]] = self.world.now_s
-        self.world.at(self.world.now_s + self.commit_s + LEAVE_S, lambda: self._check_left_host(found[1]))
-
     @property
     def commit_s(self) -> float:
         """Longest time between two commits."""
         return 1.4 * self.cluster.step_s * self.cluster.config.elastic.commit_every_steps
-
-    def _check_left_host(self, name: str) -> None:
-        """Ranks have left a host that is taken away soon, after the next commit."""
-        is_calm = {kind for _, kind in self.faults} <= {"notice"} and not self.received
-        left = [member for member in self.cluster.members.values() if member.is_alive and member.machine.name == name]
-        if left and is_calm and self.code is None:
-            self.violated(f"{name} is taken away soon, and rank {left[0].number} is still there")
 
     def watch_idle(self) -> None:
         """A host that is there, and not used although there is room, is used after a while."""
@@ -189,7 +167,7 @@ class Run(launched.Run):
         alive = [member for member in cluster.members.values() if member.is_alive]
         has_room = self.options.host_discovery and self.last_step_s > now_s - 10.0 and len(alive) < self.highest
         for machine in cluster.machines.values():
-            is_there = machine.name in cluster.listing and machine.is_reachable and not machine.is_noticed
+            is_there = machine.name in cluster.listing and machine.is_reachable
             is_fresh = machine.name not in self.had_ranks and machine.lost_agent_s == float("inf")
             is_used = any(member.machine is machine for member in alive)
             is_asked = now_s > cluster.script_fails_until_s and not cluster.script_slow_s

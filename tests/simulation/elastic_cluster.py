@@ -74,7 +74,6 @@ class ElasticCluster(Cluster):
         if number == 2 and horovodrun:
             horovodrun.print(data.decode())
             return len(data)
-        self.run.on_says(data.decode())
         return super().write(number, data)
 
     def starting_fault(self, member: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from simulation.cluster import Agent
 from simulation.elastic import simulate
 from simulation.elastic_faults import disturb
 from simulation.planted import Defect, seeds_to_find, text
@@ -74,10 +73,6 @@ DEFECTS = {
         "_check_agents",
         ("host.agent, host.published_s, host.ask_again_s = None, 0.0,", "_, _, host.ask_again_s = 0, 0,"),
     ),
-    "a host that is taken away soon stays listed": text(
-        Launcher, "_publish", ("if not host.published_s or host.is_leaving:", "if not host.published_s:")
-    ),
-    "agents ask for notices only at heartbeats": text(Agent, "_ready", ("self._ask()", "pass")),
     "a host is used again where ranks are left": Defect(
         Launcher, "_clean_up", lambda self, name: self.agents.start(name, is_checked=True)
     ),
@@ -98,7 +93,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "a slot whose process has exited stays empty": ("killed twice", "agent", "ssh"),
     "an exit is noted while ranks are assigned": ("die", "ssh"),
     "a lost host stays listed": ("die", "agent"),
-    "a host that is taken away soon stays listed": ("notice",),
     "a host is used again where ranks are left": ("agent",),
 }
 """faults among which a few schedules find a defect"""

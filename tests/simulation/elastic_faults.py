@@ -1,4 +1,4 @@
-"""What happens to an elastic job: ranks, hosts, the program that lists them, notices, requests to stop."""
+"""What happens to an elastic job: ranks, hosts, the program that lists them, requests to stop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 OF_RANKS = ("killed", "killed twice", "all killed", "start fails", "start is killed", "stop", "SIGTERM of a rank")
 OF_HOSTS = ("die", "reboot", "freeze", "cut", "agent", "ssh")
 OF_LISTS = ("script fails", "script is slow", "unlisted", "flaps", "fewer slots", "late")
-OF_LAUNCHER = ("notice", "notice", "SIGTERM", "SIGINT")
+OF_LAUNCHER = ("SIGTERM", "SIGINT")
 MOMENTS = (
     "ringtrain_progress",
     "variable 0",
@@ -55,11 +55,6 @@ def act(run: Run, kind: str) -> None:
         run.kills[kind.removeprefix("at ")] = run.world.random.choice([1, 1, 2, 5, 20])
     elif kind.startswith("in "):
         run.kills_at_end[kind.removeprefix("in ")] = run.world.random.choice([1, 1, 2, 5, 20])
-    elif kind == "notice":
-        machine = run.world.random.choice([*run.cluster.machines.values()])
-        run.faults.append((run.world.now_s, kind))
-        machine.is_noticed = True
-        machine.note("is taken away soon")
     elif kind in ("SIGTERM", "SIGINT"):
         run.signal(getattr(signal, kind))
     else:

@@ -47,7 +47,7 @@ NO_ANSWER = re.compile(r"(host\d+) does not answer")
 FAULTS_OF_HOSTS = ("die", "reboot", "freeze", "cut", "cut to", "cut from", "ssh", "agent", "daemon")
 FAULTS_OF_RANKS = ("killed", "memory", "hang", "exception", "config", "exit", "sigterm")
 FAULTS_OF_LAUNCHER = ("mpirun", "launcher killed", "launcher frozen")
-SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGTERM twice", "SIGINT twice", "SIGINT and SIGTERM", "notice")
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGTERM twice", "SIGINT twice", "SIGINT and SIGTERM")
 STARTING = ("starting hangs", "starting exit 3", "starting exit 0", "starting exit -9")
 THEN = ("then SIGTERM", "then SIGINT", "then cut", "then freeze", "then agent", "then die", "then launcher killed")
 """at the next clean-up, or up to 8 s after its beginning"""
@@ -92,7 +92,6 @@ class Run:
             start_timeout=draw.choice([10.0, 30.0, 60.0]),
             grace=draw.choice([2.0, 8.0, 20.0]),
             max_restarts=draw.choice([0, 1, 3]),
-            preempt_notice=draw.choice(["", "test -e /run/leaving"]),
             keep_hosts=draw.random() < 0.2,
         )
         self.work = launch.Launch(
@@ -247,8 +246,6 @@ class Run:
             return
         if number in ENDING and rank.told_s < float("inf") and now_s < received_s + grace_s - 0.01:
             self.violated(f"rank {rank.number} is killed {now_s - received_s:.1f} s after the signal")
-        if self.is_noticed:
-            return
         if rank.told_s == float("inf") and rank.began_s + self.cluster.slowest_s + 6.0 < received_s:
             self.violated(f"rank {rank.number} is killed and was never told of {signal.Signals(number).name}")
 
@@ -303,17 +300,11 @@ class Run:
     def check_code(self, last: Mpirun | None) -> None:
         signals = [number for _, number in self.received]
         kinds = [kind for _, kind in self.faults]
-        is_calm = not kinds and not self.is_noticed and b"does not answer" not in self.cluster.output
+        is_calm = not kinds and b"does not answer" not in self.cluster.output
         if signals and is_calm and self.code not in (0, *(128 + n for n in signals)):
             self.violated(f"exits with {self.code} after signals {signals}")
         codes = {"killed": 137, "memory": 137, "exception": 1, "config": 2, "exit": 7, "sigterm": 143, "hang": 75}
-        if (
-            len(kinds) == 1
-            and not signals
-            and not self.is_noticed
-            and kinds[0] in codes
-            and not self.options.max_restarts
-        ):
+        if len(kinds) == 1 and not signals and kinds[0] in codes and not self.options.max_restarts:
             # If mpirun hangs while others start, these are reported.
             hung = self.code == 2 and b"ranks did not start" in self.cluster.output
             if self.code != codes[kinds[0]] and not hung and last and any(rank.failure for rank in last.ranks.values()):
@@ -321,10 +312,6 @@ class Run:
                 is_overtaken = self.code == 1 and self.cluster.slowest_s > 0.1
                 if not is_overtaken:
                     self.violated(f"exits with {self.code} after {kinds[0]}")
-
-    @property
-    def is_noticed(self) -> bool:
-        return any(machine.is_noticed for machine in self.all_machines())
 
     def on_result(self, mpirun: Mpirun | None, result: JobResult) -> None:
         """The exit cause is the first failure, and hosts that are said to be lost were."""
@@ -428,7 +415,7 @@ def act(run: Run, kind: str) -> None:
     if kind.startswith("then"):
         run.then.append(kind.removeprefix("then "))
         return
-    if kind.startswith(("SIG", "notice")):
+    if kind.startswith("SIG"):
         _signal(run, kind)
         return
     if kind.startswith("starting"):
@@ -463,11 +450,6 @@ def act(run: Run, kind: str) -> None:
 
 
 def _signal(run: Run, kind: str) -> None:
-    if kind == "notice":
-        machine = run.world.random.choice([*run.cluster.machines.values()])
-        machine.is_noticed = True
-        machine.note("is taken away soon")
-        return
     name, _, more = kind.partition(" ")
     run.signal(getattr(signal, name))
     if more:

@@ -39,15 +39,6 @@ DEFECTS = {
     "a second signal is ignored": text(Supervisor, "_forward", ("not known or not may_save", "not known")),
     "signals are not forwarded": Defect(Supervisor, "_signal", nothing),
     "a signal during the clean-up is forgotten": Defect(Supervisor, "was_signaled", False),
-    "a notice counts as a second signal": text(
-        Supervisor,
-        "_take_notice",
-        ("if not {self.stopped_by, *self._received} & {*ENDING}:", "if True:"),
-        ("self._is_notice_due = True", "pass"),
-    ),
-    "a signal after a notice counts as a second one": text(
-        Supervisor, "_forward", ("in ENDING and not self._was_noticed_only", "in ENDING")
-    ),
     "--start-timeout is ignored": text(Supervisor, "_check_start", ("now > began_s + self", "now > 9e9 + self")),
     "mpirun starts ranks where agents have cleaned up": text(
         Supervisor, "end", (ENDS_MPIRUN, "False"), ("self.agents.end(is_starting)", "self.agents.end()")
@@ -73,8 +64,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "a second signal is ignored": ("SIGTERM twice", "SIGINT twice"),
     "signals are not forwarded": ("SIGTERM", "SIGINT"),
     "a signal during the clean-up is forgotten": ("then SIGTERM", "die", "cut"),
-    "a notice counts as a second signal": ("notice", "SIGTERM"),
-    "a signal after a notice counts as a second one": ("notice", "SIGTERM"),
     "a killed agent is not replaced": ("agent",),
     "an agent killed in the clean-up is not replaced": ("then agent", "ssh", "agent"),
     "the exit code of a follow-up error": ("killed", "exit"),

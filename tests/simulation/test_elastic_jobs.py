@@ -9,7 +9,7 @@ import pytest
 from simulation.cluster import Machine
 from simulation.elastic import Run, simulate
 from simulation.elastic_defects import DEFECTS, schedules_to_find
-from simulation.elastic_faults import act, disturb, members_of
+from simulation.elastic_faults import disturb, members_of
 from simulation.launched import fail_host
 from simulation.transitions import taken
 
@@ -24,7 +24,6 @@ FIRST_SEEDS = {
     "commits do not ask for hosts": 12,
     "local ranks have gaps": 13,
     "a lost host stays listed": 25,
-    "a host that is taken away soon stays listed": 5,
     "a host is used again where ranks are left": 21,
 }
 """near one that finds it, for the time that the tests take"""
@@ -81,23 +80,19 @@ def a_rank_fails_while_slots_are_awaited(run: Run) -> None:
     run.world.at(20.0, lambda: kill(run))
 
 
-def a_notice_while_ranks_start(run: Run) -> None:
-    """A host is taken away soon, before any rank listens: the ranks leave it after their first commit."""
-    calm(run, min_np=1)
+def a_host_leaves_while_ranks_start(run: Run) -> None:
+    """Host discovery leaves a host out before any rank listens: the ranks leave it after their first commit."""
+    calm(run, min_np=1, hosts=None, host_discovery="list-hosts")
     run.cluster.load_s = 15.0
+    machine = last(run)
 
-    def notice() -> None:
-        run.faults.append((run.world.now_s, "notice"))
-        last(run).is_noticed = True
+    def check_left() -> None:
+        left = [member.number for member in members_of(run) if member.machine is machine]
+        if left and run.code is None:
+            run.violated(f"{machine.name} is not listed, and ranks {left} are still there")
 
-    run.world.at(2.0, notice)
-
-
-def a_restart_after_a_notice(run: Run) -> None:
-    """A host is taken away soon, and the job restarts: not on that host."""
-    calm(run, min_np=1, max_restarts=1, blacklist_cooldown=(0, 0))
-    run.world.at(8.0, lambda: setattr(last(run), "is_noticed", True))
-    run.world.at(25.0, lambda: act(run, "all killed"))
+    run.world.at(2.0, lambda: run.cluster.listing.pop(machine.name))
+    run.world.at(27.0 + run.commit_s, check_left)
 
 
 def a_host_boots_while_ranks_start(run: Run) -> None:
@@ -123,13 +118,12 @@ SCHEDULES = {
         "a slot whose process has exited stays empty",
         1,
     ),
-    "a notice while ranks start": (a_notice_while_ranks_start, "a change is announced only once", 1),
+    "a host leaves while ranks start": (a_host_leaves_while_ranks_start, "a change is announced only once", 7),
     "killed before the journals are open": (
         killed_before_the_journals_are_open,
         "a generation is noted before its journal is open",
         23,
     ),
-    "a restart after a notice": (a_restart_after_a_notice, "agents ask for notices only at heartbeats", 1),
     "a host boots while ranks start": (
         a_host_boots_while_ranks_start,
         "a host that has booted again is not cleaned up",
@@ -158,18 +152,8 @@ def own_agent_killed(run: Run) -> None:
     run.world.at(20.0, lambda: fail_host(run, run.here, "agent", 0.0))
 
 
-def too_few_are_left(run: Run) -> None:
-    """A host is taken away soon, and the others are too few: the job saves and ends."""
-    calm(run, min_np=sum(run.cluster.listing.values()))
-    run.world.at(20.0, lambda: act(run, "notice"))
-
-
-@pytest.mark.parametrize(
-    ("directed", "transition"),
-    [(own_agent_killed, "this host's agent is lost"), (too_few_are_left, "stopped by a notice")],
-)
-def test_a_rare_transition_is_taken(directed: Callable[[Run], None], transition: str) -> None:
-    assert taken(check(1, 2, directed), "elastic")[transition]
+def test_the_job_ends_without_the_agent_of_its_own_host() -> None:
+    assert taken(check(1, 2, own_agent_killed), "elastic")["this host's agent is lost"]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

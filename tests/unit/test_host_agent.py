@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
 import os
 import re
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +16,7 @@ from typing import Any
 import pytest
 from planning import TWO_HOSTS
 
-from ringtrain.cluster import host_agent, launch, supervisor
+from ringtrain.cluster import host_agent, supervisor
 from ringtrain.cluster.agents import HostAgent
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.plans import mpirun
@@ -71,71 +67,6 @@ def test_a_host_agent_reports_the_address_that_ssh_reaches() -> None:
         Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun")).agents.read(agents[-1], said)
     assert [agent.reached for agent in agents] == ["10.1.0.3", "", "", ""]
     assert all(agent.ready and agent.cleaned_up for agent in agents)
-
-
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [("true", "notice"), ("false", ""), ("sleep 60", ""), ("no-such-command", "no-notice"), ("", "")],
-)
-def test_a_host_agent_says_once_that_its_host_is_taken_away(command: str, said: str) -> None:
-    words = host_agent.argv("", "job", (), Path("/"), os.environ["PATH"], "", timeout_s=5, notice=command)
-    env = {"PATH": os.environ["PATH"]}
-    ended = subprocess.run(words, env=env, input=b"beat\nbeat\nend\n", stdout=subprocess.PIPE, check=True, timeout=60)
-    before_ready, _, then = ended.stdout.decode().partition(f"{host_agent.SAYS}ready")
-    lines = [line for line in before_ready.splitlines() if "notice" in line]
-    assert lines == ([f"{host_agent.SAYS}{said}"] if said else [])
-    assert "notice" not in then
-    process: Any = None
-    watch = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun"))
-    watch.agents.read(HostAgent("host2", process), ended.stdout)
-    assert (watch.agents.noticed, watch.agents.unasked) == (
-        ["host2"] * (said == "notice"),
-        ["host2"] * (said == "no-notice"),
-    )
-
-
-@pytest.mark.skipif(not shutil.which("curl"), reason="needs curl")
-@pytest.mark.parametrize("cloud", ["aws", "gce", "azure"])
-def test_the_documented_answers_of_a_cloud_are_understood(cloud: str) -> None:
-    """Before the notice, with it, and where nothing answers."""
-    asked, is_leaving = [], threading.Event()
-
-    class Metadata(http.server.BaseHTTPRequestHandler):
-        def answer(self, code: int, text: str) -> None:
-            self.send_response(code)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def do_PUT(self) -> None:
-            assert self.headers["X-aws-ec2-metadata-token-ttl-seconds"]
-            self.answer(200, "t0ken")
-
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            leaving = is_leaving.is_set()
-            if cloud == "aws":
-                right = self.headers["X-aws-ec2-metadata-token"] == "t0ken"
-                self.answer(401 if not right else 200 if leaving else 404, '{"action": "terminate"}')
-            elif cloud == "gce":
-                self.answer(200 if self.headers["Metadata-Flavor"] == "Google" else 403, "TRUE" if leaving else "FALSE")
-            else:
-                events = '{"DocumentIncarnation": 2, "Events": [{"EventType": "Preempt"}]}'
-                none = '{"DocumentIncarnation": 1, "Events": []}'
-                self.answer(200 if self.headers["Metadata"] == "true" else 400, events if leaving else none)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        here = f"http://127.0.0.1:{server.server_address[1]}"
-        command = launch.notice_command(cloud).replace(launch.METADATA, here).replace(launch.GCE_METADATA, here)
-        ask = functools.partial(subprocess.run, ["sh", "-c", command], stdout=subprocess.DEVNULL, timeout=60)
-        assert ask().returncode not in (0, 126, 127) and len(asked) == 1
-        is_leaving.set()
-        assert ask().returncode == 0 and len(asked) == 2
-        server.shutdown()
-    assert ask().returncode not in (0, 126, 127)
 
 
 def test_this_host_is_reached_by_the_address_it_sends_from(capfd: pytest.CaptureFixture[str]) -> None:
