@@ -38,9 +38,9 @@ class Mutant(NamedTuple):
     """original code, which occurs once in the file"""
     replacement: str
     test: str
-    """node ID of the claim's test, or its file; in tests/fuzz/planted.py, how drawn jobs run: "2 ranks, resumed" """
+    """node ID of the claim's test, or its file; in tests/fuzz/defects.py, how drawn jobs run: "2 ranks, resumed" """
     construct: str = ""
-    """regular expression of the scripts of drawn jobs in which the code matters, for tests/fuzz/planted.py"""
+    """regular expression of the scripts of drawn jobs in which the code matters, for tests/fuzz/defects.py"""
 
     @property
     def line(self) -> str:

@@ -1,4 +1,4 @@
-"""The tables of tests/support/mutants.py and tests/fuzz/planted.py fit the current code and tests."""
+"""The tables of tests/support/mutants.py and tests/fuzz/defects.py fit the current code and tests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from launching import ROOT
 
 sys.path += [str(ROOT / "tests" / folder) for folder in ("support", "fuzz")]
+from defects import PLANTED
 from mutants import MUTANTS
-from planted import PLANTED
 
 
 def test_every_mutant_and_planted_defect_can_be_made(tmp_path: Path) -> None:

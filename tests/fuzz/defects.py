@@ -1,9 +1,9 @@
 """Brings back results that were silently wrong once, and shows which of the drawn jobs finds each of them.
 
-    python tests/fuzz/planted.py                  # all; exit code 1 if more than one of ten is missed
-    python tests/fuzz/planted.py mask shuffle     # those with one of these words in their name
-    python tests/fuzz/planted.py --sample 2       # two that the commit chooses
-    python tests/fuzz/planted.py --list           # with the number of the jobs that have the construct
+    python tests/fuzz/defects.py                  # all; exit code 1 if more than one of ten is missed
+    python tests/fuzz/defects.py mask shuffle     # those with one of these words in their name
+    python tests/fuzz/defects.py --sample 2       # two that the commit chooses
+    python tests/fuzz/defects.py --list           # with the number of the jobs that have the construct
 
 A defect is the smallest patch that brings it back, in a copy of the package. Only jobs with its construct are run, in
 order, until one fails; a job that fails without the patch as well finds nothing.
