@@ -897,6 +897,11 @@ def _is_endless_and_shuffled(draw: Draw) -> bool:
     return draw.words["data"] == "tf.data" and ".shuffle(4, seed=1).repeat()." in draw.words["pipeline"]
 
 
+def _note_steps(draw: Draw, arguments: str) -> None:
+    if "steps=3" in arguments and draw.words.get("steps per execution") == "True":
+        draw.unequal("steps that are no multiple of steps_per_execution")
+
+
 def _fits(draw: Draw, task: Task, compiled: list[str]) -> list[str]:
     """Lines that train, evaluate and predict, and return what is compared."""
     epochs = draw("epochs", 2, 1, 3)
@@ -933,9 +938,12 @@ def _fits(draw: Draw, task: Task, compiled: list[str]) -> list[str]:
     if draw.flag("evaluate", often=2):
         weighed = "x, y, batch_size=4" + ", sample_weight=weights" * (_given(draw) != "(x, y)")
         evaluated = draw("evaluated", *EVALUATED, often=2).replace("*WEIGHED", weighed)
+        _note_steps(draw, evaluated)
         lines.append(f'results["evaluate"] = evaluate(model, {evaluated}, verbose=0, return_dict=True)')
     if draw.flag("predict", often=2):
-        lines.append(f'results["predict"] = predict(model, {draw("predicted", *PREDICTED, often=2)}, verbose=0)')
+        predicted = draw("predicted", *PREDICTED, often=2)
+        _note_steps(draw, predicted)
+        lines.append(f'results["predict"] = predict(model, {predicted}, verbose=0)')
     return [*lines, *after, "return results"]
 
 

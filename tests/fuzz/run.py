@@ -39,6 +39,7 @@ ANY_SIZE = {"order of rows", "ScheduleFreeAdamW"}
 OF_PARTS = {
     "a metric that is no sum": ("largest", "log.csv"),
     "the end of an unknown length counts in losses of outputs": ("p_loss", "q_loss", "log.csv"),
+    "steps that are no multiple of steps_per_execution": ("evaluate", "predict"),
 }
 """reasons that say something of single values alone, and words in the paths of these"""
 
