@@ -46,8 +46,8 @@ class CallbackState:
         self._first = [_split(callback, model)[0] for callback in callbacks]
         self._changed: list[set[str]] = [set() for _ in callbacks]
         """names of attributes that have changed, by callback: also one that has its first value again is saved"""
-        self._others: list[dict[str, list[Any]]] = [{} for _ in callbacks]
-        """what cannot be saved, by callback, with what it holds when it is first seen"""
+        self._others: list[dict[str, list[Any]]] = []
+        """what cannot be saved, by callback, with what it holds at the first save"""
         self._named: set[str] = set()
 
     def save(self) -> State:
@@ -55,11 +55,13 @@ class CallbackState:
         of_callbacks = []
         for number, callback in enumerate(self.callbacks):
             values, others = _split(callback, self.model)
+            if number == len(self._others):
+                self._others.append(others)
             first, changed = self._first[number], self._changed[number]
             changed |= {name for name, (plain, _) in values.items() if name not in first or plain != first[name][0]}
             of_callbacks.append({name: value for name, value in values.items() if name in changed})
             for name, parts in others.items():
-                before = self._others[number].setdefault(name, parts)
+                before = self._others[number].get(name, [])
                 if [id(part) for part in parts] != [id(part) for part in before]:
                     self._name(f"{type(callback).__name__}.{name}", type(parts[0]).__name__)
         return _state(self.callbacks, of_callbacks)

@@ -143,9 +143,12 @@ def test_what_changes_and_cannot_be_saved_is_named_once(capsys: Any) -> None:
         callback.seen.add(number)
         callback.last.append(number)
         state.save()
+    callback.late = set()
+    state.save()
     said = capsys.readouterr().err
     assert "Writes.seen changes and cannot be saved (set)" in said and said.count("Writes.last") == 1
-    assert said.count("Writes.inside") == 1 and said.count("\n") == 3, said
+    assert said.count("Writes.inside") == 1 and said.count("\n") == 4, said
+    assert "Writes.late changes and cannot be saved (set)" in said, "it is new since training has begun"
 
 
 def test_what_an_interrupted_end_has_changed_is_undone() -> None:
