@@ -6,7 +6,15 @@ import importlib
 from collections.abc import Callable, Collection
 from typing import Any, get_type_hints
 
-from ringtrain.cluster.launch_options import HostOptions, JobOptions, LaunchOptions, RestartOptions, add_options
+from ringtrain.cluster.launch_options import (
+    LAUNCHERS,
+    HostOptions,
+    JobOptions,
+    LaunchOptions,
+    RestartOptions,
+    add_options,
+)
+from ringtrain.errors import LaunchError
 from ringtrain.options import Command, Given, Parser, add, options_of, read
 
 ON_RANKS = (HostOptions, JobOptions, RestartOptions)
@@ -45,7 +53,11 @@ def on_ranks(
 
     def run(given: Given) -> int:
         call, options = _imported(function)
-        return call(read(options, given.values), LaunchOptions.of(given))
+        launch = LaunchOptions.of(given)
+        if not launch.started_by.program:  # the ranks' results would be elsewhere, or come later
+            waiting = ", ".join(name for name, launcher in LAUNCHERS.items() if launcher.program)
+            raise LaunchError(f"got --launcher {launch.launcher}, expected one of {waiting}")
+        return call(read(options, given.values), launch)
 
     return Command(help, description, add_own, run, usage=f"ringtrain {usage}", takes_words=True)
 
