@@ -77,7 +77,7 @@ class Rows(keras.callbacks.Callback):
 
 
 def _has_rows(leaf: Any) -> bool:
-    """Whether it is an array with rows; those of ragged and sparse tensors depend on the whole batch."""
+    """Whether a leaf of a batch is an array with rows; a ragged or sparse tensor depends on the whole batch."""
     return isinstance(leaf, tf.Tensor) and bool(leaf.shape.rank)
 
 

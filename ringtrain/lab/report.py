@@ -98,7 +98,7 @@ def _table(named: Runs, cells_of: Callable[[Run], dict[str, str]]) -> str:
 
 
 def _results(run: Run) -> dict[str, str]:
-    """What `ringtrain runs` has, and how its ranks trained."""
+    """Facts of `ringtrain runs`, and how the ranks trained."""
     facts = runs.facts_of(run)
     cells = runs.cells_of(facts, list(facts["metrics"]))
     cells["global batch"] = str(run.numbers.get("global_batch_size", ""))

@@ -56,7 +56,7 @@ class Start:
     step_logs: Mapping[str, Any] = field(default_factory=dict)
     """Logs of the last step, if the end of its epoch is to be made up for."""
     is_open: bool = False
-    """Whether it is: a change of ranks has interrupted it."""
+    """Whether the end of an epoch is to be made up for: a change of ranks has interrupted it."""
     begun_epoch: int = -1
     """The epoch for which callbacks have seen `on_epoch_begin`, if ranks have changed since."""
     callbacks: callback_state.State = field(default_factory=lambda: ([], {}))

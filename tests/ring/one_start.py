@@ -29,7 +29,7 @@ def functions_of(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
 def run_all(
     launcher: str, np: int, names: Sequence[str], folder: Path, limit_s: float = LIMIT_S, **env: str
 ) -> dict[str, str]:
-    """What is wrong with each function, '' if it holds. If one hangs or ends a rank, another start runs the rest.
+    """Errors of each function, '' if it holds. If one hangs or ends a rank, another start runs the rest.
 
     folder: That of all ranks, also of other starts that continue what these begin.
     """

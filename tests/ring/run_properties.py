@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _is_job(name: str) -> bool:
-    """Whether it is a job of this folder, and none of its properties."""
+    """Whether a name is that of a job in this folder, not of a property."""
     return (HERE / f"{name.partition('.')[0]}.py").exists()
 
 
