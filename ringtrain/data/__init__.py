@@ -1,9 +1,10 @@
-"""Data sets by name or module:function, sharded over ranks, as tf.data pipelines.
+"""Data by name, module:function or as arguments of Keras' fit, and the rows of each rank as tf.data pipelines.
 
-dataset:        two splits of samples, in memory or read on demand, and their batches as tf.data
-sources:        data sets by name: digits, MNIST, CIFAR-10, synthetic, npz
-image_files:    JPEG and PNG files, decoded and resized, and folders of them per class
-tfrecords:      ImageNet's TFRecord files
+dataset:        training and test data of a run
+sources:        data by name: digits, MNIST, CIFAR-10, synthetic, npz
+classes:        arrays with an integer class for each row
+image_files:    images by name: a folder per class, ImageNet's TFRecords
+tfrecords:      records of TFRecord files
 spark_rows:     rows that Spark streams to this rank
 arrays:         arrays as Keras' fit takes them, and a rank's rows of each global batch
 records:        rows of files that are read while they are trained
@@ -19,23 +20,15 @@ streams:        batches of a tf.data.Dataset, PyDataset or generator, and a rank
 from_rank_0:    batches that rank 0 sends to the other ranks
 fit_arguments:  arguments of Keras' fit
 inputs:         training and validation data from them
-row_order:      order of samples and rows, and those of a rank
-augment:        crops and flips, determined by seed and sample number
+row_order:      order of rows, and those of a rank
+augment:        decoding, crops and flips, determined by seed, epoch and row
 division:       copies of tf.data pipelines, what their parts are, and the same for the rows of one rank alone
 """
 
 from __future__ import annotations
 
 from ringtrain.data.arrays import Arrays, NoSamples, NumberedRows, RowBatches
-from ringtrain.data.dataset import (
-    DataSet,
-    Samples,
-    Split,
-    checksums,
-    evaluation_batches,
-    part_batches,
-    training_batches,
-)
+from ringtrain.data.dataset import DataSet, Split, checksums, evaluation_batches
 from ringtrain.data.fit_arguments import BATCH_SIZE, FitArguments, is_nest, with_batch_sizes
 from ringtrain.data.from_rank_0 import FromRank0, packed
 from ringtrain.data.inputs import inputs, shapes_of, to_evaluate, why_rank_0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.data import python_calls, row_order
+from ringtrain.data import augment, python_calls, row_order
 from ringtrain.data.dataset import Split, ahead, spaced
 from ringtrain.data.parts import Header, Parts, header_arrays
 from ringtrain.data.python_calls import of_tensorflow
@@ -28,7 +28,6 @@ ROWS_IN_LANES = 1 << 20
 class NumberedRows(Split):
     """Rows by number as `ringtrain.fit` takes them: `Arrays` in memory, or `RecordRows` in files."""
 
-    has_classes = False
     kind, on_resume = "", "nothing is read again"
     shuffle: bool | str = False
     _num_samples = 0
@@ -57,10 +56,6 @@ class NumberedRows(Split):
     def _shuffled(self, global_batch_size: int, seed: int, epoch: int) -> Order:
         raise NotImplementedError
 
-    def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-        order = self.order_of_pass(global_batch_size, seed, epoch)
-        return order.rows(0, order.num_whole, range(global_batch_size))
-
     @property
     def plan(self) -> dict[str, str]:
         """Rows of the plan that describe the data."""
@@ -74,23 +69,35 @@ class Arrays(NumberedRows):
         x, y, sample_weight: As in `keras.Model.fit`, whose checks and error messages apply.
         class_weight: Weight by class, for one output.
         shuffle: Whether every epoch has another order; "batch": of the rows of each global batch.
+        transform: Applied to each batch; see `augment.Transform`.
     """
 
     kind = "arrays"
 
     def __init__(
-        self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, shuffle: bool | str = False
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: Any = None,
+        shuffle: bool | str = False,
+        transform: augment.Transform | None = None,
     ) -> None:
         from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
         adapter = ArrayDataAdapter(x, y, sample_weight, class_weight=class_weight)
         self.nest, self.shuffle, self._num_samples = adapter._inputs, shuffle, adapter._num_samples
+        self.transform = transform
 
     def rows(self, begin: int, end: int) -> Any:
         return self._numbered(np.arange(begin, end))
 
     def _numbered(self, numbers: NDArray[np.int64]) -> Any:
-        return _rows_of(self._without_large(), numbers, python_calls.rows(self.large, numbers, _converted))
+        batch = _rows_of(self._without_large(), numbers, python_calls.rows(self.large, numbers, _converted))
+        return self._transformed(batch, numbers, None)
+
+    def _transformed(self, batch: Any, numbers: Any, draw: Any) -> Any:
+        return self.transform(batch, numbers, draw) if self.transform else batch
 
     def checksum(self) -> int:
         """Checksum of all rows of NumPy arrays; of others and of files, of up to 256, evenly spaced."""
@@ -111,7 +118,7 @@ class Arrays(NumberedRows):
         return checksum
 
     def _shuffled(self, global_batch_size: int, seed: int, epoch: int) -> Order:
-        return Order(row_order.epoch_order(len(self), 1, seed, epoch)[:, 0], global_batch_size)
+        return Order(row_order.permutation(len(self), seed, epoch), global_batch_size)
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
         """Batches in the nest of the arrays; see `Split.batches`."""
@@ -120,8 +127,9 @@ class Arrays(NumberedRows):
         large = self.large
 
         def batch_of(one: Any, data: Any) -> Any:
-            numbers = one[1]
-            return _rows_of(data, numbers, python_calls.rows(large, numbers, _converted))
+            epoch, numbers = one
+            batch = _rows_of(data, numbers, python_calls.rows(large, numbers, _converted))
+            return self._transformed(batch, numbers, augment.draw_of(seed, epoch))
 
         # An input of the function: a captured constant of this size would be slow.
         pairs = tf.data.Dataset.zip(order, tf.data.Dataset.from_tensors(self._without_large()).repeat())
@@ -143,9 +151,7 @@ class Arrays(NumberedRows):
 
 
 class NoSamples(Split):
-    """Data of a run that are not known, or of one that is not evaluated."""
-
-    has_classes = False
+    """Data of a run that is not evaluated."""
 
     def __len__(self) -> int:
         return 0
@@ -189,7 +195,7 @@ class RowNumbers:
         return self._passes(lambda _, first, end: tf.data.Dataset.range(first, end))
 
     def batches(self, num_rows: int | None) -> tf.data.Dataset:
-        """Row numbers of each step, int64 [rows of this rank].
+        """Pairs of a pass, int64 [], and the row numbers of a step, int64 [rows of this rank].
 
         Args:
             num_rows: Of a whole batch, as the graph knows it. None: it does not.
@@ -200,8 +206,8 @@ class RowNumbers:
         per_call = max(1, min(ROWS_AT_ONCE // self.num_own, ROWS_IN_LANES // self._global_batch_size))
 
         def read(number: tf.Tensor, first: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
-            numbers = tf.numpy_function(rows, [number, first, end], tf.int64)
-            return tf.data.Dataset.from_tensor_slices(tf.ensure_shape(numbers, [None, num_rows]))
+            numbers = tf.ensure_shape(tf.numpy_function(rows, [number, first, end], tf.int64), [None, num_rows])
+            return tf.data.Dataset.from_tensor_slices((tf.fill([end - first], number), numbers))
 
         def of_pass(number: tf.Tensor, first: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
             end_of_whole = tf.minimum(end, num_whole)
@@ -280,7 +286,7 @@ class RowBatches:
         # Without a smaller batch the number of rows is part of the graph, as in Keras: it decides about last bits.
         is_fixed = not numbers.rest and not has_header
         order = numbers.batches(numbers.num_own if is_fixed else None)
-        batches = samples.batches(order.map(lambda rows: (tf.constant(0, tf.int64), rows)), numbers.num_own, seed)
+        batches = samples.batches(order, numbers.num_own, seed)
         if not self.is_even:
             by_size = header_arrays(parts, numbers.sizes)
 

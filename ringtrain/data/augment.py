@@ -8,7 +8,8 @@ crop is decoded.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -20,6 +21,74 @@ CENTRE = 224 / 256  # of the shorter side, as if that were resized to 256 and 22
 # Mean and standard deviation of ImageNet's colors, 0 to 1: https://github.com/facebookarchive/fb.resnet.torch
 MEAN = (0.485, 0.456, 0.406)
 DEVIATION = (0.229, 0.224, 0.225)
+
+Transform = Callable[[Any, Any, Any], Any]
+"""Called with a batch, the numbers of its rows, int64 [rows], and what random numbers follow from, int64 [2]: seed and
+epoch; None in evaluation. Each row is changed by itself."""
+
+
+def draw_of(seed: int | None, epoch: tf.Tensor) -> tf.Tensor | None:
+    """Third argument of a transform."""
+    import tensorflow as tf
+
+    if seed is None:
+        return None
+    return tf.stack([tf.constant(seed, tf.int64), epoch])
+
+
+def pixels(batch: Any, numbers: tf.Tensor, draw: tf.Tensor | None, num_rows: int = 0, padding: int = 0) -> Any:
+    """Converts images, uint8 from 0 to 255, to floats from 0 to 1; with `padding`, shifts and flips them in training.
+
+    Args:
+        num_rows: Of the training data.
+    """
+    import keras
+    import tensorflow as tf
+
+    images, labels = batch
+    if draw is not None and padding:
+        images = shifted(images, numbers, num_rows, padding, draw)
+    return tf.cast(images, keras.config.floatx()) * (1 / 255), labels
+
+
+def pictures(
+    batch: Any,
+    numbers: tf.Tensor,
+    draw: tf.Tensor | None,
+    num_rows: int,
+    size: int,
+    num_classes: int,
+    first_label: int,
+    is_random: bool,
+) -> Any:
+    """Decodes images, a string each, and counts classes from 0.
+
+    Args:
+        num_rows: Of the training data.
+        size: Height and width of the results, in pixels.
+        first_label: Number of the first class in the files.
+        is_random: Whether training images are cropped and flipped.
+
+    Raises:
+        tf.errors.InvalidArgumentError: A label is none of the classes, or bytes are no image.
+    """
+    import tensorflow as tf
+
+    encoded, labels = batch
+    in_range = tf.debugging.Assert(
+        tf.reduce_all((labels >= first_label) & (labels < first_label + num_classes)), [labels]
+    )
+
+    def decoded(one: Any) -> tf.Tensor:
+        image, number = one
+        seed = None
+        if is_random and draw is not None:
+            seed = tf.stack([draw[0], draw[1] * num_rows + number])
+        return picture(image, size, seed)
+
+    with tf.control_dependencies([in_range] if in_range is not None else []):
+        images = tf.map_fn(decoded, (encoded, numbers), fn_output_signature=tf.float32)
+        return images, labels - first_label
 
 
 def picture(encoded: tf.Tensor, size: int, seed: tf.Tensor | None) -> tf.Tensor:

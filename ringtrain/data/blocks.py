@@ -1,16 +1,21 @@
-"""Blocks of rows: what is read of a file at once."""
+"""Blocks of rows: what is read of a file at once, and those that cannot be read."""
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
 from ringtrain.data.data_files import IMAGES, DataFile
+from ringtrain.errors import DataError
 
 MAX_ROWS, MAX_BYTES = 4096, 8 << 20
 """a block of successive rows ends with the row that reaches one of them"""
+LINES_ABOUT_SKIPPED = 10
 Columns = dict[str, NDArray[Any]]
 """Values of a block by column, [rows, ...]."""
 
@@ -62,3 +67,33 @@ def blocks_of(file: DataFile, starts: Sequence[int]) -> list[Block]:
             blocks.append(Block(file, first, number - first, positions[first], positions[number]))
             first = number
     return blocks
+
+
+@dataclass
+class Unreadable:
+    """Samples and files that this process cannot read."""
+
+    skip: bool
+    """Whether to skip and count them; otherwise they end training."""
+    skipped: set[str] = field(default_factory=set)
+    """Names of samples and files."""
+    numbers: set[int] = field(default_factory=set)
+    """Numbers of the samples among them that have one."""
+    error: DataError | None = None
+
+    def add(self, name: str, problem: str) -> None:
+        """Records an unreadable sample or file by its location, `name`. Raises DataError unless it may be skipped."""
+        if not self.skip:
+            self.error = self.error or DataError(
+                f"{name}: {problem}: fix or remove it, or skip unreadable samples with --data.on-error skip"
+            )
+            raise self.error
+        if name not in self.skipped and len(self.skipped) < LINES_ABOUT_SKIPPED:
+            print(f"ringtrain: skipped {name}: {problem}", file=sys.stderr, flush=True)
+        self.skipped.add(name)
+
+
+def text_of(error: Exception) -> str:
+    """What an error of an operation says, in one line, without the operation's place in a graph."""
+    text = re.sub(r"\{\{.*?\}\} ?| \[Op:.*", "", getattr(error, "message", str(error))).strip()
+    return text.partition("\n")[0].rstrip(".") or type(error).__name__

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.data import division
+from ringtrain.data import augment, division
 from ringtrain.data.arrays import NumberedRows, RowNumbers
 from ringtrain.data.block_cache import NUM_THREADS, BlockCache, num_bytes
-from ringtrain.data.blocks import Columns
+from ringtrain.data.blocks import Columns, Unreadable, text_of
 from ringtrain.data.data_files import files_of
-from ringtrain.data.image_files import Unreadable, text_of
 from ringtrain.data.parts import Parts
 from ringtrain.data.python_calls import of_tensorflow, weakly
 from ringtrain.data.record_files import opened
 from ringtrain.data.row_order import Order, lane_order
 from ringtrain.errors import DamagedData, DataError
+from ringtrain.protocol import cores
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -34,8 +34,12 @@ AHEAD = 16
 CALL_BYTES = 1 << 20
 """of the batches that one call reads, about"""
 MEMORY_MB = 256
+MAX_THREADS = 4
+"""batches that are transformed at once"""
 REMOTE_READERS = 8
 """threads that read blocks behind URLs, where each waits"""
+Make = Callable[[Any, Any, Any], Any]
+"""Called as `RecordRows._made`."""
 
 
 class Records:
@@ -154,8 +158,7 @@ class Records:
         rows = RecordRows(self, shuffle=seed is not None)
         passes = _Passes(rows, batch_size, Parts.of_rank(0, 1), seed or 0)
         passes.position = epoch, 0, passes.num_steps
-        order = passes.batches(None if passes.rest else batch_size)
-        batches = rows.batches(order.map(lambda numbers: (tf.constant(0, tf.int64), numbers)), batch_size, seed)
+        batches = rows.batches(passes.batches(None if passes.rest else batch_size), batch_size, seed)
         batches = batches.apply(tf.data.experimental.assert_cardinality(passes.num_steps)).prefetch(2)
         return batches
 
@@ -220,8 +223,10 @@ class Records:
                 return readable
         raise DataError(f"{self.blocks[first].name} cannot be read, nor any other")
 
-    def transformable(self, numbers: NDArray[np.int64], may_skip: np.bool_) -> NDArray[np.int64]:
-        """Rows of which the transform can make a batch, for those with which it has failed.
+    def transformable(
+        self, make: Make, draw: NDArray[np.int64], numbers: NDArray[np.int64], may_skip: np.bool_
+    ) -> NDArray[np.int64]:
+        """Rows of which a transform can make a batch, for those with which it has failed.
 
         Raises:
             DamagedData: It fails for a row, and rows may not be skipped, or it fails for all together.
@@ -233,11 +238,11 @@ class Records:
                 rows = self._others(numbers)
             has_failing = False
             for row in np.unique(rows).tolist():
-                problem = self._problem_of(np.array([row]))
+                problem = self._problem_of(make, draw, np.array([row]))
                 if problem:
                     has_failing = True
                     self._skip_row(row, f"transform fails: {problem}", bool(may_skip))
-        problem = self._problem_of(rows)
+        problem = self._problem_of(make, draw, rows)
         if problem:
             raise DamagedData(f"ringtrain.Records: transform fails for a batch, and for none of its rows: {problem}")
         return rows
@@ -252,14 +257,13 @@ class Records:
         self.unreadable.add(name, problem)
         self.unreadable_rows.add(row)
 
-    def _problem_of(self, numbers: NDArray[np.int64]) -> str:
-        """What is wrong with rows, as the transform says; "": nothing."""
+    def _problem_of(self, make: Make, draw: NDArray[np.int64], numbers: NDArray[np.int64]) -> str:
+        """What is wrong with rows, as a transform says; "": nothing."""
         import tensorflow as tf
 
-        transform: Any = self.transform
         try:
             with tf.device("CPU"):  # leaves GPU memory to the model
-                transform(*self.nested([tf.constant(values) for values in self.values_of(numbers)]))
+                make(draw, numbers, self.nested([tf.constant(values) for values in self.values_of(numbers)]))
         except (tf.errors.OpError, ValueError, TypeError) as error:
             return text_of(error)
         return ""
@@ -311,14 +315,19 @@ class RecordRows(NumberedRows):
 
     Args:
         class_weight: Weight by class, for one output.
+        transform: Applied to each batch, after that of the records; see `augment.Transform`.
     """
 
     kind = "records"
 
     def __init__(
-        self, records: Records, shuffle: bool | str = False, class_weight: Mapping[int, float] | None = None
+        self,
+        records: Records,
+        shuffle: bool | str = False,
+        class_weight: Mapping[int, float] | None = None,
+        transform: augment.Transform | None = None,
     ) -> None:
-        self.records, self.shuffle, self.class_weight = records, shuffle, class_weight
+        self.records, self.shuffle, self.class_weight, self.transform = records, shuffle, class_weight, transform
         self._num_samples = len(records)
 
     @property
@@ -347,7 +356,7 @@ class RecordRows(NumberedRows):
         import tensorflow as tf
 
         numbers = tf.data.Dataset.from_tensors((tf.constant(0, tf.int64), np.arange(begin, end)))
-        return next(iter(self._batches(numbers, end - begin, self.records.values_or_others)))
+        return next(iter(self._batches(numbers, end - begin, None, self.records.values_or_others)))
 
     def _shuffled(self, global_batch_size: int, seed: int, epoch: int) -> Order:
         ends = np.minimum(self.records.starts, len(self))
@@ -356,28 +365,35 @@ class RecordRows(NumberedRows):
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
         records = self.records
-        return self._batches(order, batch_size, records.values_of if seed is None else records.values_or_others)
+        return self._batches(order, batch_size, seed, records.values_of if seed is None else records.values_or_others)
 
     def _batches(
-        self, order: tf.data.Dataset, batch_size: int, values_of_rows: Callable[[NDArray[np.int64]], Any]
+        self,
+        order: tf.data.Dataset,
+        batch_size: int,
+        seed: int | None,
+        values_of_rows: Callable[[NDArray[np.int64]], Any],
     ) -> tf.data.Dataset:
         import tensorflow as tf
 
         records, specs = self.records, self.records.specs
         dtypes = [tf.string if dtype.kind == "O" else tf.as_dtype(dtype) for dtype, _ in specs]
         start, values_of = of_tensorflow(records.start), of_tensorflow(values_of_rows)
-        numbers = order.map(lambda epoch, rows: rows)
-        num_rows = numbers.element_spec.shape[0]  # None: it differs
+        num_rows = order.element_spec[1].shape[0]  # None: it differs
         bytes_of_batch = records.bytes_of_row * batch_size
         num_ahead = max(1, min(AHEAD, int(records.cache.max_bytes / 4 / bytes_of_batch)))
         per_call = max(1, min(num_ahead, int(CALL_BYTES / bytes_of_batch)))  # batches: calls of Python are slow
         if records.unreadable.skip:
             per_call = 1  # the rows in place of damaged ones are chosen for a batch
 
-        def started(flat: tf.Tensor, lengths: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            return tf.ensure_shape(tf.numpy_function(start, [flat], tf.int64), [None]), lengths
+        def started(epoch: tf.Tensor, flat: tf.Tensor, lengths: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            return epoch, tf.ensure_shape(tf.numpy_function(start, [flat], tf.int64), [None]), lengths
 
-        def read(flat: tf.Tensor, lengths: tf.Tensor) -> tf.data.Dataset:
+        def read(epoch: tf.Tensor, flat: tf.Tensor, lengths: tf.Tensor) -> tf.data.Dataset:
+            draw = tf.zeros([0], tf.int64) if seed is None else tf.stack([tf.constant(seed, tf.int64), epoch])
+            return of_group(flat, lengths).map(lambda rows, batch: (draw, rows, batch))
+
+        def of_group(flat: tf.Tensor, lengths: tf.Tensor) -> tf.data.Dataset:
             found = tf.nest.flatten(tf.numpy_function(values_of, [flat], dtypes))
             found = [tf.ensure_shape(one, [None, *shape]) for one, (_, shape) in zip(found, specs, strict=True)]
             found = [flat, *found]
@@ -398,15 +414,15 @@ class RecordRows(NumberedRows):
             return values[0], records.nested(values[1:])
 
         if num_rows is None:
-            groups = numbers.ragged_batch(per_call).map(lambda rows: (rows.values, rows.row_lengths()))
+            groups = order.ragged_batch(per_call).map(lambda epochs, rows: (epochs[0], rows.values, rows.row_lengths()))
         else:
             all_lengths = tf.fill([per_call], np.int64(num_rows))
-            groups = numbers.batch(per_call).map(
-                lambda rows: (tf.reshape(rows, [-1]), all_lengths[: tf.shape(rows)[0]])
+            groups = order.batch(per_call).map(
+                lambda epochs, rows: (epochs[0], tf.reshape(rows, [-1]), all_lengths[: tf.shape(rows)[0]])
             )
-        rows_and_batches = groups.map(started).prefetch(-(-num_ahead // per_call)).flat_map(read)
-        rows_and_batches.records = records  # as long as the dataset lives, so do they
-        batches = rows_and_batches.map(lambda rows, batch: batch)
+        of_rows = groups.map(started).prefetch(-(-num_ahead // per_call)).flat_map(read)
+        of_rows.record_rows = self  # as long as the dataset lives, so do they
+        batches = of_rows.map(lambda draw, rows, batch: batch)
         if records.transform:
             state = division.state_of(batches.map(records.transform)._map_func.function)
             if state:
@@ -414,40 +430,55 @@ class RecordRows(NumberedRows):
                     f"ringtrain.Records: transform has {state}, which would depend on the number of ranks: use"
                     f" operations without a state, such as tf.random.stateless_uniform with a seed from the row"
                 )
+        if records.transform or self.transform:
             may_skip = records.unreadable.skip and values_of_rows == records.values_or_others
-            batches = _transformed(rows_and_batches, records, may_skip)
+            batches = self._transformed(of_rows, may_skip)
         if self.class_weight:
             from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
             batches = batches.map(make_class_weight_map_fn(self.class_weight))
         return batches
 
+    def _made(self, draw: Any, numbers: Any, batch: Any) -> Any:
+        """What is made of a batch of rows with these numbers. `draw`: of random numbers, or empty."""
+        if self.records.transform:
+            batch = self.records.transform(*batch)
+        if self.transform:
+            batch = self.transform(batch, numbers, draw if draw.shape[0] else None)
+        return batch
 
-def _transformed(rows_and_batches: tf.data.Dataset, records: Records, may_skip: bool) -> tf.data.Dataset:
-    """Batches with the transform of Records. Of one that it cannot make, its rows are tried one by one.
+    def _readable(self, draw: NDArray[np.int64], numbers: NDArray[np.int64], may_skip: np.bool_) -> NDArray[np.int64]:
+        return self.records.transformable(self._made, draw, numbers, may_skip)
 
-    Args:
-        rows_and_batches: Pairs of the numbers of a batch's rows and the batch.
-        may_skip: Whether other rows replace those that cannot be made.
-    """
-    import tensorflow as tf
+    def _transformed(self, of_rows: tf.data.Dataset, may_skip: bool) -> tf.data.Dataset:
+        """Transformed batches. Of one that cannot be made, its rows are tried one by one.
 
-    readable, values_of = of_tensorflow(records.transformable), of_tensorflow(records.values_of)
-    dtypes = [tf.string if dtype.kind == "O" else tf.as_dtype(dtype) for dtype, _ in records.specs]
+        Args:
+            of_rows: What random numbers follow from, the numbers of a batch's rows, and the batch.
+            may_skip: Whether other rows replace those that cannot be made.
+        """
+        import tensorflow as tf
 
-    def read_again(rows: tf.Tensor) -> Any:
-        numbers = tf.numpy_function(readable, [rows, may_skip], tf.int64)
-        values = tf.nest.flatten(tf.numpy_function(values_of, [numbers], dtypes))
-        for number, (_, shape) in enumerate(records.specs):
-            values[number] = tf.ensure_shape(values[number], [*rows.shape, *shape])
-        return records.nested(values)
+        records = self.records
+        readable, values_of = of_tensorflow(self._readable), of_tensorflow(records.values_of)
+        dtypes = [tf.string if dtype.kind == "O" else tf.as_dtype(dtype) for dtype, _ in records.specs]
 
-    def transformed(rows: tf.Tensor, batch: Any) -> tf.data.Dataset:
-        good = tf.data.Dataset.from_tensors(batch).map(records.transform).ignore_errors()
-        again = tf.data.Dataset.from_tensors(rows).map(read_again).map(records.transform)
-        return good.concatenate(again).take(1)
+        def read_again(draw: tf.Tensor, rows: tf.Tensor) -> Any:
+            numbers = tf.numpy_function(readable, [draw, rows, may_skip], tf.int64)
+            numbers = tf.ensure_shape(numbers, rows.shape)
+            values = tf.nest.flatten(tf.numpy_function(values_of, [numbers], dtypes))
+            for number, (_, shape) in enumerate(records.specs):
+                values[number] = tf.ensure_shape(values[number], [*rows.shape, *shape])
+            return draw, numbers, records.nested(values)
 
-    return rows_and_batches.flat_map(transformed)
+        def transformed(draw: tf.Tensor, rows: tf.Tensor, batch: Any) -> tf.data.Dataset:
+            good = tf.data.Dataset.from_tensors((draw, rows, batch)).map(self._made).ignore_errors()
+            again = tf.data.Dataset.from_tensors((draw, rows)).map(read_again).map(self._made)
+            return good.concatenate(again).take(1)
+
+        # Several at once, each of which is one batch: to decode images takes longer than to train with them.
+        threads = min(cores.num_threads(tf.config.threading.get_intra_op_parallelism_threads()), MAX_THREADS)
+        return of_rows.interleave(transformed, threads, num_parallel_calls=threads, deterministic=True)
 
 
 class _Passes(RowNumbers):

@@ -1,9 +1,8 @@
-"""Data sources: functions from the configuration to a DataSet. A new one: a row of DATASETS and a name in config.py."""
+"""Data by name: functions from the configuration to a DataSet. A new one: a row of DATASETS and a name in config.py."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import functools
 import gzip
@@ -23,12 +22,12 @@ from numpy.typing import NDArray
 
 from ringtrain.config import DataConfig
 from ringtrain.config_io import find, imported
-from ringtrain.data.dataset import DataSet, check_numbers, checked
+from ringtrain.data.classes import check_numbers, checked
+from ringtrain.data.dataset import DataSet
 from ringtrain.data.fit_arguments import FitArguments, arguments_of, is_nest
-from ringtrain.data.image_files import image_folder
+from ringtrain.data.image_files import image_folder, imagenet_tfrecords
 from ringtrain.data.records import Records
 from ringtrain.data.spark_rows import spark
-from ringtrain.data.tfrecords import imagenet_tfrecords
 from ringtrain.errors import ConfigError, DataError
 
 DEBIAN_FOLDER = Path("/usr/share/datasets")
@@ -214,9 +213,9 @@ def cifar10(config: DataConfig) -> DataSet:
     batches = {name: _cifar_batch(*files[name]) for name in sorted(files)}
     test = batches.pop("test_batch.bin")
     images, labels = zip(*batches.values(), strict=True)
-    data_set = checked(str(path), (np.concatenate(images), np.concatenate(labels)), test, CIFAR_CLASSES)
-    train = dataclasses.replace(data_set.train, padding=CIFAR_PADDING if config.augment else 0)  # type: ignore[type-var]
-    return dataclasses.replace(data_set, train=train)
+    train = np.concatenate(images), np.concatenate(labels)
+    padding = CIFAR_PADDING if config.augment else 0
+    return checked(str(path), train, test, CIFAR_CLASSES, padding)
 
 
 def _cifar_files(path: Path) -> Iterator[tuple[str, str, bytes]]:

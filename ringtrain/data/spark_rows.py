@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 
 from ringtrain.config import DataConfig
 from ringtrain.data import row_order
-from ringtrain.data.dataset import DataSet, Split, checked
+from ringtrain.data.arrays import Arrays, NumberedRows
+from ringtrain.data.classes import checked
+from ringtrain.data.dataset import DataSet
+from ringtrain.data.row_order import Order
 from ringtrain.errors import DataError
 from ringtrain.protocol.env import FEED
 
@@ -23,36 +26,43 @@ if TYPE_CHECKING:
 SPLITS = ("training", "test")
 
 
-@dataclass(frozen=True)
-class Shard(Split):
-    """Split of which only this rank's part is in memory; it has no checksum, since each rank has other samples.
+class Shard(NumberedRows):
+    """Rows of which only this rank's part is in memory; they have no checksum, since each rank has others.
 
-    Sample numbers count through the parts, rank after rank, each as long as in `row_order.part_of`.
+    Row numbers count through the parts, rank after rank, each as long as in `row_order.part_of`. So a batch's places
+    of a rank, also in the last and smaller one, are those of its part.
+
+    Args:
+        own: This rank's part.
+        total: Number of rows of all ranks.
     """
 
-    samples: Split
-    """This rank's part."""
-    total: int
-    """Samples of all ranks."""
-    rank: int
-    size: int
+    kind, on_resume = "rows of Spark", "each rank gets its part again"
 
-    def __len__(self) -> int:
-        return self.total
+    def __init__(self, own: Arrays, total: int, rank: int, size: int) -> None:
+        self.own, self._num_samples, self.shuffle = own, total, True
+        self._parts = [row_order.part_of(total, number, size) for number in range(size)]
+        self.rank = rank
 
-    def epoch_order(self, global_batch_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Returns the order of one epoch: the columns of a rank are samples of its part."""
-        steps, batch_size = self.total // global_batch_size, global_batch_size // self.size
-        columns = []
-        for rank in range(self.size):
-            first, last = row_order.part_of(self.total, rank, self.size)
-            local = row_order.epoch_order(last - first, batch_size, seed * self.size + rank, epoch)
-            columns.append(first + local[:steps])
-        return np.hstack(columns)
+    def rows(self, begin: int, end: int) -> Any:
+        return self.own.rows(0, min(end - begin, len(self.own)))
+
+    def shard(self, number: int, num_shards: int, whole: int = 1) -> range:
+        return range(*self._parts[self.rank])
+
+    def _shuffled(self, global_batch_size: int, seed: int, epoch: int) -> Order:
+        num_whole, size = len(self) // global_batch_size, len(self._parts)
+        in_batches, rest = [], []
+        for rank, (first, end) in enumerate(self._parts):
+            begin, stop = row_order.part_of(global_batch_size, rank, size)
+            order = first + row_order.permutation(end - first, seed * size + rank, epoch)
+            in_batches.append(order[: num_whole * (stop - begin)])
+            rest.append(order[num_whole * (stop - begin) :])
+        return Order(np.concatenate([*in_batches, *rest]), global_batch_size, size)
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
-        first, _ = row_order.part_of(self.total, self.rank, self.size)
-        return self.samples.batches(order.map(lambda epoch, numbers: (epoch, numbers - first)), batch_size, seed)
+        first, _ = self._parts[self.rank]
+        return self.own.batches(order.map(lambda epoch, numbers: (epoch, numbers - first)), batch_size, seed)
 
 
 def spark(config: DataConfig, environ: Mapping[str, str] = os.environ) -> DataSet:
@@ -93,5 +103,5 @@ def spark(config: DataConfig, environ: Mapping[str, str] = os.environ) -> DataSe
             )
     train, test = zip(inputs, labels, strict=True)
     made = checked(config.name, train, test, num_classes)
-    shards = [Shard(samples, total, rank, size) for samples, total in zip((made.train, made.test), totals, strict=True)]
-    return DataSet(shards[0], shards[1], made.num_classes, made.input_shape)
+    splits = [Shard(own, total, rank, size) for own, total in zip((made.train, made.test), totals, strict=True)]
+    return dataclasses.replace(made, train=splits[0], test=splits[1])

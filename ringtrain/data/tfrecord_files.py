@@ -13,7 +13,6 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from ringtrain.data import data_files, tfrecords
 from ringtrain.data.blocks import Block, Columns, blocks_of
 from ringtrain.data.data_files import INDEX, OTHER_INDEX, DataFile
-from ringtrain.data.image_files import Unreadable
 from ringtrain.errors import DamagedData, DataError
 
 if TYPE_CHECKING:
@@ -196,11 +195,6 @@ def _texts_of(path: str, begin: int, num_rows: int) -> tf.Tensor:
     return next(iter(records.batch(num_rows)))
 
 
-class _Damaged(Unreadable):
-    def add(self, name: str, problem: str) -> None:
-        raise DataError(f"{name}: {problem}")
-
-
 def _scanned(file: DataFile) -> list[int]:
     """The checksum of a file's checksums, and positions of its records."""
 
@@ -209,7 +203,7 @@ def _scanned(file: DataFile) -> list[int]:
             opened.seek(position)
             return opened.read(length)
 
-        starts, checksum = tfrecords.starts_and_checksum(read_at, file.size, file, _Damaged(skip=False))
+        starts, checksum = tfrecords.starts_and_checksum(read_at, file.size, file)
         last = read_at(tfrecords.FOOTER, file.size - tfrecords.FOOTER)
         return [zlib.crc32(last, checksum), *starts.tolist()]
 

@@ -1,4 +1,4 @@
-"""ImageNet as TFRecords: train-00000-of-01024 and so on, validation-00000-of-00128, an image and its class per record.
+"""Records of TFRecord files.
 
 A record is its length (uint64), a checksum of that, the bytes, a checksum of those:
 https://www.tensorflow.org/tutorials/load_data/tfrecord. The files are scanned once, from length to length, for the
@@ -7,125 +7,33 @@ position of each record. From then on any record can be read directly.
 
 from __future__ import annotations
 
-import functools
-import os
-import re
 import struct
 import zlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.config import DataConfig
-from ringtrain.data import row_order
-from ringtrain.data.dataset import DataSet
-from ringtrain.data.image_files import DEFAULT_SIZE, Images, Unreadable
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-LABELS_FILE = "labels.txt"
-IMAGENET_CLASSES = 1000
-FIRST_LABEL = 1
 HEADER, FOOTER = 12, 4
 AROUND = HEADER + FOOTER
 """bytes of a record besides its content"""
-NUM_READERS = 16
 
 
-def imagenet_tfrecords(config: DataConfig) -> DataSet:
-    """Finds every record; each image is read during training, by the rank that trains it.
-
-    The classes are those of labels.txt next to the records, one per line, else 1000. Raises
-    DataError if files are missing, empty or damaged; data.on_error "skip" skips damaged ones.
-    """
-    if not config.dir:
-        raise DataError(f"{config.name}: give its directory with --data.dir")
-    folder = Path(config.dir)
-    num_classes = config.num_classes or _classes_in(folder) or IMAGENET_CLASSES
-    size = config.image_size or DEFAULT_SIZE
-
-    def split(stem: str, augment: bool) -> Images:
-        import tensorflow as tf
-
-        unreadable = Unreadable(config.on_error == "skip")
-        paths = shards(folder, stem)
-        starts = _scanned(paths, unreadable)
-        if not any(map(len, starts)):
-            raise DataError(f"{folder}: no record in any file {stem}-*")
-        per_file = [len(file) for file in starts]
-        first_in_file = np.cumsum([0, *per_file])
-        with tf.device("CPU"):
-            path_of_file = tf.constant([str(path) for path in paths])
-            file_of = tf.constant(np.repeat(np.arange(len(paths), dtype=np.int32), per_file))
-            start_of = tf.constant(np.concatenate(starts))
-
-        def read(number: tf.Tensor) -> tf.data.Dataset:
-            path = tf.gather(path_of_file, tf.gather(file_of, number))
-            return records(path, tf.gather(start_of, number)).map(encoded_and_class)
-
-        def name_of(number: int) -> str:
-            file = int(np.searchsorted(first_in_file, number, side="right")) - 1
-            return record_name(paths[file], number - int(first_in_file[file]))
-
-        return Images(
-            num_images=int(first_in_file[-1]),
-            read=read,
-            name_of=name_of,
-            order=functools.partial(row_order.file_order, per_file),
-            num_classes=num_classes,
-            size=size,
-            augment=augment,
-            unreadable=unreadable,
-            first_label=FIRST_LABEL,
-        )
-
-    return DataSet(split("train", config.augment), split("validation", False), num_classes, (size, size, 3))
-
-
-def _scanned(paths: Sequence[Path], unreadable: Unreadable) -> list[NDArray[np.int64]]:
-    with ThreadPoolExecutor(NUM_READERS) as readers:
-        return list(readers.map(functools.partial(record_starts, unreadable=unreadable), paths))
-
-
-def shards(folder: Path, stem: str) -> list[Path]:
-    """Returns the files of a split, "train" or "validation", in order. Raises DataError if any of them is missing."""
-    names = sorted(path.name for path in folder.iterdir() if re.fullmatch(rf"{stem}-\d+-of-\d+", path.name))
-    if not names:
-        raise DataError(f"{folder}: contains no {stem}-00000-of-..., expected TFRecords with such names")
-    total = names[0].rpartition("-")[2]
-    expected = [f"{stem}-{number:0{len(total)}}-of-{total}" for number in range(int(total))]
-    odd = sorted(set(names) ^ set(expected))
-    if odd:
-        problem = "is missing" if odd[0] in expected else f"is not one of {total}"
-        raise DataError(f"{folder / odd[0]}: {problem}: expected {expected[0]} to {expected[-1]} and no others")
-    return [folder / name for name in names]
-
-
-def record_starts(path: Path, unreadable: Unreadable) -> NDArray[np.int64]:
-    """Returns the byte positions of a file's records up to a damaged one. Raises DataError unless it may be skipped."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            return starts_and_checksum(functools.partial(os.pread, file.fileno()), size, path, unreadable)[0]
-    except OSError as error:
-        unreadable.add(str(path), f"cannot be read: {error.strerror}")
-        return np.array([], np.int64)
-
-
-def starts_and_checksum(
-    read_at: Callable[[int, int], bytes], size: int, path: object, unreadable: Unreadable
-) -> tuple[NDArray[np.int64], int]:
-    """Returns the same, and a checksum of the checksums that a file has of its records, without the last.
+def starts_and_checksum(read_at: Callable[[int, int], bytes], size: int, path: object) -> tuple[NDArray[np.int64], int]:
+    """Returns the byte positions of a file's records, and a checksum of the checksums that it has of all but the last.
 
     Args:
         read_at: Reads a number of bytes from a position on.
         size: Bytes of the file.
+
+    Raises:
+        DataError: The file has no record, or one whose end is not in it.
     """
     starts: list[int] = []
     checksum = 0
@@ -142,20 +50,15 @@ def starts_and_checksum(
             break
         position += HEADER + int.from_bytes(header[:8], "little") + FOOTER
     if not starts:
-        unreadable.add(str(path), "contains no record")
-    elif position != size:
+        raise DataError(f"{path}: contains no record")
+    if position != size:
         wrong = [number for number, header in enumerate(headers) if not length_fits(header)]
         number = wrong[0] if wrong else len(starts) - 1
         problem = "the file ends within it"
         if wrong:
             problem = "corrupt length: the records after it cannot be located"
-        unreadable.add(record_name(path, number), problem)
-        del starts[number:]
+        raise DataError(f"{path}: record {number}: {problem}")
     return np.array(starts, np.int64), checksum
-
-
-def record_name(path: object, number: int) -> str:
-    return f"{path}: record {number}"
 
 
 def records(path: tf.Tensor, start: tf.Tensor, num_records: int = 1, buffer_size: int = 0) -> tf.data.Dataset:
@@ -176,25 +79,6 @@ def records(path: tf.Tensor, start: tf.Tensor, num_records: int = 1, buffer_size
         byte_offsets=tf.reshape(start, [1]),
     )
     return tf.data.experimental.from_variant(found, tf.TensorSpec([], tf.string)).take(num_records)
-
-
-def encoded_and_class(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Parses a record, string [], to the encoded image, string [], and the class, int64 [] from 0."""
-    import tensorflow as tf
-
-    types = {"image/encoded": tf.string, "image/class/label": tf.int64}
-    features = {name: tf.io.FixedLenFeature([], dtype) for name, dtype in types.items()}
-    values = tf.io.parse_single_example(record, features)
-    return values["image/encoded"], values["image/class/label"] - FIRST_LABEL
-
-
-def _classes_in(folder: Path) -> int:
-    try:
-        return len((folder / LABELS_FILE).read_text(encoding="utf-8").splitlines())
-    except FileNotFoundError:
-        return 0
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{folder / LABELS_FILE}: cannot be read: {error}") from error
 
 
 def length_fits(header: bytes) -> bool:

@@ -137,17 +137,6 @@ def forget_global_seed() -> None:
     global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
 
 
-def draws_globally(model: keras.Model, input_shape: Sequence[int]) -> bool:
-    """Returns whether a model draws random numbers without a seed of their own in training. Changes no variable."""
-    had_one = bool(global_seed())
-    (state,) = global_seed(create=True)
-    forward = tf.function(lambda rows: model(rows, training=True), autograph=False)
-    graph = forward.get_concrete_function(tf.TensorSpec((2, *input_shape), tf.float32)).graph
-    if not had_one:
-        forget_global_seed()
-    return any(outside is state.value.handle for outside, _ in graph.captures)
-
-
 def seed_globally_by_rank(seed: int) -> None:
     """Gives random numbers without a seed of their own other values on each rank; rank 0 keeps the script's."""
     if horovod.size() == 1:

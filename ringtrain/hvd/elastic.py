@@ -26,7 +26,7 @@ from ringtrain.hvd.backend import (
 )
 from ringtrain.hvd.batch_norm import is_shared, seeds
 from ringtrain.hvd.collectives import allgather_object, broadcast_object, broadcast_variables, init, shutdown
-from ringtrain.hvd.keras_patches import compiled_optimizer, has_weights, reduction_of, slots_of
+from ringtrain.hvd.keras_patches import compiled_optimizer, has_weights, slots_of
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.process import PROCESS, elastic
 from ringtrain.hvd.sync import broadcast_model
@@ -86,17 +86,6 @@ class _Listener:
     def on_hosts_updated(self, timestamp: int, update_res: Any) -> None:
         """Called by Horovod."""
         PROCESS.host_changes.put((timestamp, update_res))
-
-
-def set_gradient_share(optimizer: Any, share: float) -> None:
-    """Sets the weight of this rank's gradients in the average, for batches that are unevenly distributed over ranks.
-
-    Args:
-        optimizer: Result of `DistributedOptimizer`, in an elastic run.
-        share: Number of this rank's samples times the number of ranks, divided by the number of all samples; 1 if all
-            ranks have the same number.
-    """
-    reduction_of(optimizer).share.assign(share)
 
 
 class _VariablesState(_Listener, ObjectState):

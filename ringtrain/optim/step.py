@@ -410,27 +410,6 @@ class Step:
                 reduction.share = earlier
 
 
-def step_of_all_ranks(model: keras.Model, input_shape: Sequence[int], sums: Sums) -> Step:
-    """Installs a step after which all ranks hold the same state, for as long as the model exists.
-
-    Args:
-        model: Compiled model with Keras' own `train_step`, which is trained on rows with integer classes.
-        input_shape: Of a row.
-
-    Raises:
-        ConfigError: The model has a `train_step` of its own, or a layer whose forward pass cannot be undone.
-    """
-    # Rows are divided in front of Keras' step, whose parts are known: losses, metrics, one update.
-    if train_step.is_own(model):
-        raise ConfigError(
-            f"model.name: {type(model).__name__} has a train_step of its own, which elastic runs and virtual ranks"
-            " would not call: leave it to Keras"
-        )
-    batch = tf.zeros([2, *input_shape]), tf.zeros([2], tf.int64)
-    model._symbolic_build(data_batch=batch)  # makes the metrics
-    return Step(model, sums=sums).__enter__()
-
-
 def flat_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
     """Logs without dictionaries in them, as Keras passes them on: a step may return that of all compiled metrics."""
     flat: dict[str, Any] = {}

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
+from ringtrain.errors import CheckpointError, DamagedCheckpoint
 from ringtrain.protocol.json_text import INVALID, parse_json
 from ringtrain.run import durable
 
@@ -256,20 +256,6 @@ def load_result(folder: Path) -> dict[str, NDArray[Any]]:
     except UNREADABLE as error:
         raise CheckpointError(
             f"{folder / RESULT}: cannot be read: {_one_line(error)}: delete it, and the last checkpoint takes its place"
-        ) from error
-
-
-def check_exportable(model: Any) -> None:
-    """Raises ConfigError if Keras cannot serialize the model as model.keras after training."""
-    import keras
-
-    try:
-        with _uncompiled(model):
-            json.dumps(keras.saving.serialize_keras_object(model))
-    except Exception as error:  # also from the model's own get_config
-        raise ConfigError(
-            f"{model.name} cannot be written as model.keras: {_one_line(error)}: give it, or the layer that is named, a"
-            f" get_config that returns the arguments of its constructor as plain values"
         ) from error
 
 

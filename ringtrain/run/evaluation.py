@@ -75,7 +75,7 @@ class Evaluation(keras.callbacks.Callback):
             return
         begin_s = time.perf_counter()
         parts, logs_of_rank = hvd.run_together(lambda: self._evaluate_shards(epoch), of_script=True)
-        num_samples = sum(map(self.test.num_readable, self.shards))
+        num_samples = sum(map(len, self.shards))
         values = parts[0]
         if self.run.config.train.virtual_ranks:  # a row each: their sum does not depend on the number of ranks
             values = [np.zeros((self.num_shards, *sums.shape)) for sums in parts[0]]
@@ -151,7 +151,6 @@ class Evaluation(keras.callbacks.Callback):
         else:  # this rank had no batch
             logs = {name: results_of_metrics(self.model)[name] for name in keras_names(self.model)}
         callbacks.end(logs)
-        self.run.data_set.raise_unreadable()
         return parts, callbacks.logs_of_rank
 
 
@@ -205,7 +204,7 @@ def evaluate_shard(
     Args:
         is_prepared: Whether the batches are what an `evaluate` of the model's own makes of a script's.
     """
-    if not test.num_readable(shard):
+    if not len(shard):
         model.reset_metrics()
         return states_of_metrics(model)
     calls_before = callbacks.num_calls

@@ -10,22 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from ringtrain import config_io, data, models
 from ringtrain.config import Config, changed_options, nearest, value_of
-from ringtrain.derived import Numbers, derive, num_shards
+from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 from ringtrain.monitor import fault_injection
-from ringtrain.run import checkpoint, devices, identity
+from ringtrain.run import devices, identity
 from ringtrain.run.context import Job, Process
 
 if TYPE_CHECKING:
     import keras
 
     from ringtrain.strategies.base import Strategy
-
-
-NO_CLASSES = (
-    "expected samples with integer classes: ringtrain.train and ringtrain train take other data"
-    " with strategy.name ring or mpi-ring, and without --elastic"
-)
 
 
 @dataclass(frozen=True)
@@ -40,10 +34,10 @@ class Named:
     faults: tuple[fault_injection.Fault, ...]
 
     def read_data(self) -> data.DataSet:
-        """Reads samples with integer classes; raises ConfigError for other data."""
+        """Reads data with integer classes; raises ConfigError for other data."""
         data_set = self.read()
         if isinstance(data_set, data.FitArguments):
-            raise ConfigError(f"data.name: {NO_CLASSES}")
+            raise ConfigError("data.name: expected data with integer classes")
         return data_set
 
 
@@ -61,23 +55,6 @@ def find(config: Config) -> Named:
     )
 
 
-def job_of(process: Process, whole: data.DataSet) -> Job:
-    """Derives the numbers of a run on samples with integer classes."""
-
-    # Cut before its size decides the number of steps.
-    config, together = process.config, process.together
-    data_set = whole
-    if config.data.max_samples:
-        data_set = together(lambda: whole.first(config.data.max_samples))
-    num_parts = together(lambda: num_shards(config, process.strategy.num_copies))
-    numbers = together(lambda: derive(config, num_parts, len(data_set.train), len(data_set.test)))
-    # Other ranks must have read the same bytes. Equal bits also need the same instructions for the same sums.
-    checksums = together(lambda: data.checksums(data_set))
-    if config.train.virtual_ranks:
-        checksums |= devices.of_kernels(process.pinning)
-    return Job(data_set=data_set, numbers=numbers, checksums=checksums)
-
-
 def add_model(process: Process, job: Job, named: Named) -> None:
     """Builds the model and the user's callbacks that the configuration names."""
     import keras
@@ -88,30 +65,14 @@ def add_model(process: Process, job: Job, named: Named) -> None:
     keras.utils.clear_session()  # each run of a process gives its layers the same names, which checkpoints hold
     job.model = compiled_model(named, job.data_set, config, job.numbers, process.strategy, plan=job.plan)
     _check_own_fit(job.model, config)
-    if job.prepare:  # data without classes build the model by a batch of theirs
+    if job.prepare:
         job.prepare(job.model)
     # What its function has compiled is part of the job: ranks, and all runs of one name, have it in common.
     compiled = {**identity.of_layers(job.model), **identity.of_compiled(job.model)}  # by its own function, perhaps
     job.checksums, job.of_name = {**job.checksums, **compiled}, {*job.of_name, *compiled}
-    has_classes = job.data_set.train.has_classes
-    steps, per_call = job.numbers.steps_per_epoch, job.model.steps_per_execution
-    if has_classes and steps % per_call:
-        raise ConfigError(
-            f"model.name: {config.model.name} compiles steps_per_execution={per_call}, but an epoch has {steps} steps:"
-            f" give it a divisor of them"
-        )
-    # What can be refused is refused now: a model that cannot be exported would be found out after hours of training.
-    if has_classes:  # else, if the model cannot be exported, its weights alone are
-        together(lambda: checkpoint.check_exportable(job.model))
-    if config.train.virtual_ranks and has_classes and hvd.draws_globally(job.model, job.data_set.input_shape):
-        raise ConfigError(
-            f"train.virtual_ranks: {config.model.name} draws numbers of keras.random without a seed of their own, which"
-            f" would be others on another number of ranks: pass seed=a keras.random.SeedGenerator that is an attribute"
-            f" of the layer"
-        )
     # One that is not built is that of a `compile` without arguments, which the model's own train_step does not use.
     is_tracked = config.tracking.every_steps > 0 and process.strategy.has_gradient_norm
-    if is_tracked and (has_classes or job.model.optimizer.built):
+    if is_tracked and job.model.optimizer.built:
         job.gradient_norm = hvd.track_gradient_norm(job.model.optimizer)
     job.users_callbacks = together(named.make_callbacks)
 
@@ -141,10 +102,9 @@ def compiled_model(
     config: Config,
     numbers: Numbers,
     strategy: Strategy,
-    distributed: bool = True,
     plan: dict[str, str] | None = None,
 ) -> keras.Model:
-    """Builds the compiled model: same weights, different dropout on all ranks; `distributed` False: local optimizer.
+    """Builds the compiled model: same weights, different dropout on all ranks, and an optimizer of one process.
 
     A model that its function has compiled keeps loss, metrics and optimizer unless options name others. Then and where
     targets are taken as classes, `plan` gets a row.
@@ -172,16 +132,13 @@ def compiled_model(
     _set_layers(model, config)
     # Other seeds on each rank, so that its dropout differs; the same where ranks share this state.
     models.seed_by_rank(model, config.seed, 0 if strategy.shares_state else hvd.rank())
-    # The optimizer, from the inside to the outside: the loss is scaled before gradients of float16 are reduced.
     if "columns" in config.model.split:
         _check_split_optimizer(optimizer)
     if config.train.precision == "mixed_float16" and not has_own:
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-    if distributed:
-        optimizer = strategy.distribute(optimizer)
     # Loss and metrics: a model that its function has compiled keeps its own, so that its targets may be of any kind.
     # XLA has no kernel for Horovod's allreduce; "auto" would enable XLA on GPUs.
-    if (is_compiled or ":" in config.model.loss) and data_set.train.has_classes:
+    if (is_compiled or ":" in config.model.loss) and data_set.has_classes:
         rows["targets"] = f"{data_set.num_classes} integer classes; for other targets, return floats"
     # Options that its function does not know of are refused, or shown in the plan as what they replace.
     if is_compiled:
@@ -197,10 +154,6 @@ def compiled_model(
             rows["loss"] = config.model.loss
         metrics = _metrics(named, config, data_set)
         model.compile(optimizer, named.make_loss(), metrics=metrics, jit_compile=False)
-    # Last, as these replace the step of the compiled model.
-    if config.train.jit:
-        hvd.jit_gradients(model)
-    strategy.make_ready(model, data_set.input_shape, data_set.num_classes)
     return model
 
 
@@ -232,7 +185,7 @@ def _metrics(named: Named, config: Config, data_set: data.DataSet) -> list[Any]:
     # A metric that comes by itself may be asked for, too. A monitor that is none of them would be waited for in vain.
     metrics = [*models.accuracy(config.model), *named.make_metrics()]
     metrics = list(dict.fromkeys(metrics))
-    stopping.check_monitor(config.train.monitor, metrics, not data_set.train.has_classes)
+    stopping.check_monitor(config.train.monitor, metrics, not data_set.has_classes)
     return metrics
 
 

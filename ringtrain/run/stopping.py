@@ -172,11 +172,11 @@ class StopTogether(keras.callbacks.Callback):
         ends_quietly = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in run.users_callbacks)
         requests = [run.signals.received, time_is_up, bool(self._reason), save, ends_quietly, self._agrees_each_step]
         batches = run.fingerprint() or 0
-        problems = [self._first_bad_step > 0, self._unreadable(), run.lock.is_lost]
+        problems = [self._first_bad_step > 0, run.lock.is_lost]
         local = np.array([*problems, *requests, batches, -batches], np.int32)
         if run.size > 1:
             local = hvd.allreduce(local, op=hvd.Max, name="ringtrain_stop").numpy()
-        bad, unreadable, taken_over, number, time_is_up, requested, save, ends_quietly, each, highest, lowest = local
+        bad, taken_over, number, time_is_up, requested, save, ends_quietly, each, highest, lowest = local
         self._has_agreed = True
         if each:
             self.every_steps = {1}
@@ -184,8 +184,6 @@ class StopTogether(keras.callbacks.Callback):
             self._raise_other_batches(batches)
         if save:
             self.save_is_due, self._saved_s = True, now_s
-        if unreadable:
-            hvd.run_together(run.data_set.raise_unreadable)
         if taken_over:
             hvd.run_together(run.lock.raise_if_lost)
         if bad and not ends_quietly:
@@ -198,13 +196,6 @@ class StopTogether(keras.callbacks.Callback):
             self.stopped_by = signal.Signals(number).name if number else reason
         if self.stopped_by:
             self.model.stop_training = True
-
-    def _unreadable(self) -> bool:
-        try:
-            self.run.data_set.raise_unreadable()
-        except DataError:
-            return True
-        return False
 
     def _raise_other_batches(self, batches: int) -> None:
         of_ranks = hvd.allgather_object((batches, socket.gethostname()), name="ringtrain_other_batches")

@@ -1,4 +1,4 @@
-"""Data, model and callbacks that the configuration names: samples with classes, or what `ringtrain.fit` takes."""
+"""Data, model and callbacks that the configuration names."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ringtrain.errors import ConfigError, DataError
 from ringtrain.run import devices, setup
 from ringtrain.run.context import Job, Process
 from ringtrain.run.from_checkpoint import FromCheckpoint
+from ringtrain.strategies.rows import errors_named
 
 if TYPE_CHECKING:
     import keras
@@ -51,39 +52,39 @@ class ConfiguredSource(FromCheckpoint):
         setup.set_dtypes(config)
         tf.random.set_seed(None)  # the seeds of an earlier run would shuffle the data in another order on each rank
         result = process.together(self.named.read)
-        if isinstance(result, data.DataSet):
-            return setup.job_of(process, result)
-        self.named = dataclasses.replace(self.named, build_model=models.builder(config.model, of_classes=False))
+        if isinstance(result, data.FitArguments):
+            self.named = dataclasses.replace(self.named, build_model=models.builder(config.model, of_classes=False))
         return _job(process, result)
 
     def add_model(self, process: Process, job: Job) -> None:
         setup.add_model(process, job, self.named)
 
 
-def _job(process: Process, given: data.FitArguments) -> Job:
-    """Job on data other than samples with integer classes."""
+def _job(process: Process, found: data.DataSet | data.FitArguments) -> Job:
+    """Job on the data that the configuration names."""
     import tensorflow as tf
 
     from ringtrain import hvd
     from ringtrain.sources import script, script_model
 
     config, together = process.config, process.together
-    name, size = config.data.name, num_shards(config, process.strategy.num_copies)
-    _check_without_classes(config, process.strategy)
+    name, size = config.data.name, together(lambda: num_shards(config, process.strategy.num_copies))
     rows = config.train.batch_size * size
+    given = data.FitArguments() if isinstance(found, data.DataSet) else found
     given = dataclasses.replace(given, epochs=config.train.epochs, seed=config.seed)
 
-    train, test, shape, num_targets = together(lambda: _split(config, given, rows))
+    data_set = together(lambda: _data_of(config, found, given, rows))
+    train, test = data_set.train, data_set.test
     validation = script.validation_of(given, test, rows, "test_")
     _check_monitor(config, len(test) > 0, validation.epochs is None)
     num_train = len(train)
     plan = {
         "data": f"{name} ({train.kind}): {_size(train)} to train, {_size(test)} to test",
         "on resume": train.on_resume,
+        **train.plan,
     }
     if isinstance(train, data.Stream):
         rows, num_train = train.batch_size, num_train * train.batch_size
-        plan |= train.plan
         process.config = _with_unscaled_rate(config)
         num_rows = f"{rows:,}" if rows > 1 else "unknown"
         plan["global batch"] = (
@@ -93,6 +94,7 @@ def _job(process: Process, given: data.FitArguments) -> Job:
 
     def prepare(model: keras.Model) -> None:
         unlike = script_model.build(process, model, train, rows)
+        plan.update(script_model.compile_by_xla(process, model, train))
         if not process.strategy.shares_state:
             tf.random.set_seed(config.seed * size + hvd.rank())  # else all ranks would draw the same noise
             hvd.seed_globally_by_rank(config.seed)
@@ -100,7 +102,6 @@ def _job(process: Process, given: data.FitArguments) -> Job:
         if unlike:
             plan["unlike 1 rank"] = "; ".join(unlike)
 
-    data_set = data.DataSet(train, test, config.data.num_classes or num_targets, shape)
     numbers = together(lambda: derive(process.config, size, num_train, len(test), rows))
     plan["shard"] = script.shard_of(numbers)
     checksums = together(lambda: data.checksums(data_set))
@@ -122,19 +123,6 @@ def _job(process: Process, given: data.FitArguments) -> Job:
     )
 
 
-def _check_without_classes(config: Config, strategy: Strategy) -> None:
-    """Raises ConfigError for options that need samples with integer classes."""
-    name = config.data.name
-    if not strategy.trains_rows:
-        raise ConfigError(f"data.name: {name}: {setup.NO_CLASSES}")
-    if config.train.jit:
-        raise ConfigError("train.jit: it needs samples with integer classes: leave it out")
-    if config.model.loss == models.OF_CLASSES and not config.data.num_classes and ":" not in config.model.name:
-        raise ConfigError(
-            f"data.num_classes: expected the number of classes of {name}, for the outputs of {config.model.name}"
-        )
-
-
 def _size(part: data.NumberedRows | data.Stream | data.Split) -> str:
     """Number of rows or batches, for the plan."""
     if isinstance(part, data.Stream):
@@ -142,26 +130,37 @@ def _size(part: data.NumberedRows | data.Stream | data.Split) -> str:
     return f"{len(part):,}"
 
 
-def _split(
-    config: Config, given: data.FitArguments, rows: int
-) -> tuple[data.NumberedRows | data.Stream, data.Split, tuple[int, ...], int]:
-    """Training and test data in steps of `rows` rows, shape of a row of the inputs, and number of targets."""
-    from ringtrain.strategies.rows import errors_named
-
-    name, most = config.data.name, config.data.max_samples
+def _data_of(
+    config: Config, found: data.DataSet | data.FitArguments, given: data.FitArguments, rows: int
+) -> data.DataSet:
+    """Training and test data in steps of `rows` rows."""
+    if isinstance(found, data.DataSet):
+        return dataclasses.replace(found, train=_first(config, found.train), test=_first(config, found.test))
+    name = config.data.name
+    if config.model.loss == models.OF_CLASSES and not config.data.num_classes and ":" not in config.model.name:
+        raise ConfigError(
+            f"data.num_classes: expected the number of classes of {name}, for the outputs of {config.model.name}"
+        )
     with errors_named(name):
         try:
             train, test = data.inputs(given, rows)
             if isinstance(train, data.NumberedRows) and given.steps_per_epoch:
                 raise DataError("got steps_per_epoch with arrays: leave it out")
-            if most:
-                if not isinstance(train, data.NumberedRows):
-                    raise DataError("data.max_samples: the rows are not in memory: leave it out")
-                train = train.first(most)
-                test = test.first(most) if isinstance(test, data.NumberedRows) else test
-            return train, test, *data.shapes_of(train)
+            train, test = _first(config, train), _first(config, test)
+            shape, num_targets = data.shapes_of(train)
         except ValueError as error:  # of Keras, such as different numbers of rows, or text
             raise DataError(f"{name}: {' '.join(str(error).split())}") from error
+    return data.DataSet(train, test, config.data.num_classes or num_targets, shape)
+
+
+def _first(config: Config, split: Any) -> Any:
+    """The first data.max_samples rows of a split, if there is such a limit."""
+    most = config.data.max_samples
+    if not most or isinstance(split, data.NoSamples):
+        return split
+    if not isinstance(split, data.NumberedRows):
+        raise DataError("data.max_samples: the data bring their own batches: leave it out")
+    return split.first(most)
 
 
 def _check_monitor(config: Config, has_test: bool, is_each_epoch: bool) -> None:

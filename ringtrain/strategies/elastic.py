@@ -29,7 +29,6 @@ from ringtrain.run import console, devices, evaluation, from_checkpoint, model_s
 from ringtrain.run.callback_state import SharedCallbackState, Snapshot
 from ringtrain.run.context import Job, Opening, Process, on_rank
 from ringtrain.run.from_checkpoint import FromCheckpoint
-from ringtrain.strategies import samples
 from ringtrain.strategies.base import StepsOf
 from ringtrain.strategies.ring import Ring
 
@@ -105,7 +104,6 @@ class OtherRanks(FromCheckpoint):
     def restore(self, process: Process, job: Job) -> tuple[resume.Start, Mapping[str, Any]]:
         """Position of the rank that is furthest; on the first ranks, of the newest checkpoint."""
         start = self.state.start
-        hvd.elastic.set_gradient_share(job.model.optimizer, 1.0)  # all ranks reduce together, from the same weights
         if not self.state.folder:
             return super().restore(process, job)
         if start.frozen is not None:
@@ -242,10 +240,6 @@ class Elastic(Ring):
     def training(self, run: RunContext) -> Iterator[StepsOf]:
         self._clock = cast(ElasticClock, run.clock)
         run.started = self.state.started
-        if run.data_set.train.has_classes:  # others have their share in each batch
-            rows = run.numbers.samples_per_step
-            first, end = samples.part_of_rank(run)
-            hvd.elastic.set_gradient_share(run.model.optimizer, (end - first) * run.size / rows)
         with super().training(run) as steps_of:
             yield steps_of
 

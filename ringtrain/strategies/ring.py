@@ -13,10 +13,10 @@ from ringtrain.compressions import reduced_bytes
 from ringtrain.derived import num_shards
 from ringtrain.errors import ConfigError
 from ringtrain.optim import virtual_ranks
-from ringtrain.optim.step import Step, step_of_all_ranks
+from ringtrain.optim.step import Step
 from ringtrain.optim.sums import Sums
 from ringtrain.run.devices import device_of_sums
-from ringtrain.strategies import rows, samples
+from ringtrain.strategies import rows
 from ringtrain.strategies.base import StepsOf, Strategy
 
 if TYPE_CHECKING:
@@ -84,17 +84,8 @@ class Ring(Strategy):
             return None
         return virtual_ranks.SumsOverVirtualRanks(num_virtual)
 
-    def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
-        sums = self.sums()
-        if sums is None:
-            hvd.seed_globally_by_rank(self.config.seed)
-            return
-        if self.config.train.virtual_ranks:
-            virtual_ranks.refuse_synchronized(model)
-        self.step = step_of_all_ranks(model, input_shape, sums)
-
     def share_rows(self, model: keras.Model, batch: Any) -> None:
-        """Prepares a model that is trained on arrays or streams for a state that all ranks share, if they do.
+        """Prepares a model for a state that all ranks share, if they do.
 
         Args:
             model: Compiled and built.
@@ -114,12 +105,6 @@ class Ring(Strategy):
             if num_virtual:
                 virtual_ranks.check_order(run.model, num_virtual)
                 stack.enter_context(virtual_ranks.sums_as_written())
-            # Samples with classes: Keras' own step, as all ranks have equally many.
-            if run.data_set.train.has_classes:
-                run.model.make_train_function()
-                yield samples.Steps(lambda batches: run.model.train_function(batches), samples.shards(run))
-                return
-            # Arrays and streams: each rank has its rows, perhaps none.
             stack.enter_context(rows.errors_named(run.named_in_errors))
             steps = stack.enter_context(rows.Rows(run, self.step))
             # An earlier one has other gradients and losses; it is the same after a change of ranks.
