@@ -64,8 +64,6 @@ class Numbers:
     """batches that each rank trains in an epoch"""
     num_steps: int
     """steps of the whole run"""
-    dropped_per_epoch: int
-    """samples that do not fill a global batch; others in each epoch"""
     learning_rate: float
     """after scaling, at the end of warm-up"""
     initial_learning_rate: float
@@ -111,33 +109,21 @@ def num_shards(config: Config, num_copies: int) -> int:
 
 
 def derive(config: Config, num_ranks: int, num_train: int, num_test: int, rows_per_step: int = 0) -> Numbers:
-    """Derives the numbers of a run; raises ConfigError if the global batch is larger than the training data.
-
-    With `rows_per_step`, the rows of a step on all ranks, the last, smaller batch of an epoch is trained, too.
+    """Derives the numbers of a run, in which the last, smaller batch of an epoch is trained, too.
 
     With k = global batch / reference batch, linear scaling multiplies the learning rate by k (Goyal et al. 2017, arXiv
     1706.02677, section 2.1), sqrt by k ** 0.5 (Krizhevsky 2014, arXiv 1404.5997; for adaptive optimizers Malladi et al.
     2022, arXiv 2205.10287). With Adasum k is one rank's batch / reference batch.
+
+    Args:
+        rows_per_step: Rows of a step on all ranks. 0: train.batch_size of each rank.
     """
     optimizer, schedule = config.optimizer, config.schedule
     batch_size, accumulated = config.train.batch_size, optimizer.accumulation_steps
-    global_batch_size = (rows_per_step or batch_size * num_ranks) * accumulated
-    if global_batch_size > num_train and not rows_per_step:
-        times = f", {accumulated} times accumulated," if accumulated > 1 else ""
-        noun = "rank" if num_ranks == 1 else "ranks"
-        raise ConfigError(
-            f"train.batch_size: {batch_size} on {num_ranks} {noun}{times} makes a global batch of"
-            f" {global_batch_size}, but {config.data.name} has {num_train} training samples:"
-            f" expected {max(1, num_train // (num_ranks * accumulated))} or less"
-        )
-    updates_per_epoch: float = num_train // global_batch_size
-    steps_per_epoch = int(updates_per_epoch) * accumulated
-    dropped = num_train % global_batch_size
-    if rows_per_step:
-        batch_size = math.ceil(rows_per_step / num_ranks)
-        dropped = 0
-        steps_per_epoch = math.ceil(num_train / rows_per_step)
-        updates_per_epoch = steps_per_epoch / accumulated
+    rows = rows_per_step or batch_size * num_ranks
+    global_batch_size = rows * accumulated
+    steps_per_epoch = math.ceil(num_train / rows)
+    updates_per_epoch = steps_per_epoch / accumulated
     num_scaled = scaled_batch(config, global_batch_size, num_ranks)
     scale = SCALINGS[scaling_of(config)[0]](num_scaled / optimizer.reference_batch_size)
     learning_rate = optimizer.learning_rate * scale
@@ -153,12 +139,11 @@ def derive(config: Config, num_ranks: int, num_train: int, num_test: int, rows_p
         num_ranks=num_ranks,
         num_train=num_train,
         num_test=num_test,
-        batch_size=batch_size,
+        batch_size=math.ceil(rows / num_ranks),
         accumulation_steps=accumulated,
         global_batch_size=global_batch_size,
         steps_per_epoch=steps_per_epoch,
         num_steps=steps_per_epoch * config.train.epochs,
-        dropped_per_epoch=dropped,
         learning_rate=learning_rate,
         initial_learning_rate=from_start if steps_of(schedule.warmup_epochs) else learning_rate,
         warmup_steps=steps_of(schedule.warmup_epochs),
@@ -179,8 +164,6 @@ def in_words(config: Config, numbers: Numbers, num_workers: int = 0) -> dict[str
     if n.accumulation_steps > 1:
         batch += f" x {n.accumulation_steps} batches accumulated"
     steps = f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}"
-    if n.dropped_per_epoch:
-        steps += f", {n.dropped_per_epoch} left out, others in each epoch"
     noun = "virtual rank" if config.train.virtual_ranks > 0 else "rank"
     if num_workers:
         noun = "worker"

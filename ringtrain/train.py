@@ -235,15 +235,13 @@ def agree(process: Process) -> RunContext | Mapping[str, Any]:
     consistency.same_code(process)
     stages.done("checks")
 
-    # Data: each rank trains its shard of every global batch, and evaluates its shard of the test samples.
+    # Data and model: each rank trains its rows of every global batch, and evaluates its part of the test rows.
     job = process.source.read_job(process)
     consistency.same_job(process, job)
-    stages.done("data")
-
-    # Model and optimizer: every rank begins with rank 0's, from the newest checkpoint if there is one. Averaged
-    # gradients keep them equal.
-    process.source.add_model(process, job)
     stages.done("model")
+
+    # Every rank begins with rank 0's weights, from the newest checkpoint if there is one. Averaged gradients keep them
+    # equal.
     start, summary = process.source.restore(process, job)
     stages.done("restored")
     # A complete run stays as it is, but its mirror may lack the last files.

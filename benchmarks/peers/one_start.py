@@ -117,7 +117,8 @@ def _enough(config: Config, options: OneStart) -> Config:
     if config.data.name != "synthetic":
         raise ConfigError(f"data.name: got {config.data.name}, expected synthetic, of which a start makes enough")
     num_train = (WARM_STEPS + options.steps) * config.train.batch_size * options.workers
-    data = dataclasses.replace(config.data, num_samples=-(-8 * num_train // 7))  # an eighth is for the test
+    num_samples = num_train // 7 * 8 + num_train % 7  # an eighth is for the test
+    data = dataclasses.replace(config.data, num_samples=num_samples)
     return dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, epochs=1))
 
 

@@ -65,10 +65,11 @@ class Training:
 
         They are those that ringtrain gives to its ranks, in the same order.
         """
-        size, samples = self.numbers.batch_size, self.data_set.train
-        order = samples.epoch_order(size * self.num_workers, self.config.seed, 0)
-        chosen = order[:, workers.start * size : workers.stop * size].reshape(-1)
-        return samples.inputs[chosen], samples.labels[chosen]  # type: ignore[attr-defined]
+        size, rows = self.numbers.batch_size, self.data_set.train
+        order = rows.order_of_pass(size * self.num_workers, self.config.seed, 0)
+        chosen = order.rows(0, order.num_whole, range(workers.start * size, workers.stop * size)).reshape(-1)
+        inputs, labels = rows.nest  # type: ignore[attr-defined]
+        return inputs[chosen], labels[chosen]
 
     def batches(self, workers: range) -> tf.data.Dataset:
         """The same samples as an endless pipeline of one worker's batch at a time."""

@@ -103,5 +103,6 @@ def spark(config: DataConfig, environ: Mapping[str, str] = os.environ) -> DataSe
             )
     train, test = zip(inputs, labels, strict=True)
     made = checked(config.name, train, test, num_classes)
-    splits = [Shard(own, total, rank, size) for own, total in zip((made.train, made.test), totals, strict=True)]
+    own: Any = made.train, made.test
+    splits = [Shard(rows, total, rank, size) for rows, total in zip(own, totals, strict=True)]
     return dataclasses.replace(made, train=splits[0], test=splits[1])

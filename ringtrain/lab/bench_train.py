@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from ringtrain import config_io
 from ringtrain.cluster.launch_options import LaunchOptions
-from ringtrain.errors import LaunchError
+from ringtrain.errors import ConfigError, LaunchError
 from ringtrain.lab import ranks, stats
 from ringtrain.lab.tables import Table
 from ringtrain.options import AT_LEAST_1, FILE, N
@@ -87,17 +87,21 @@ def on_ranks(train_args: Sequence[str], num_steps: int, turns: int) -> dict[str,
 
     # The same model and data twice: once as a ring, once without communication.
     named = setup.find(config)
-    data_set = named.read_data()
-    numbers = derive(config, size, len(data_set.train), len(data_set.test))
+    data_set, batch_size = named.read_data(), config.train.batch_size
+    numbers = derive(config, size, len(data_set.train), len(data_set.test), batch_size * size)
     strategy = strategies.make(config)
     ring = setup.compiled_model(named, data_set, config, numbers, strategy)
-    alone = setup.compiled_model(named, data_set, config, numbers, strategy, distributed=False)
+    strategy.distribute(ring.optimizer)
+    alone = setup.compiled_model(named, data_set, config, numbers, strategy)
     hvd.broadcast_model(ring, root_rank=0)
     hvd.step_timing.PLACE.watch(ring)  # as in training
     steps_per_turn = WARM_STEPS + num_steps
-    num_epochs = steps_per_turn // numbers.steps_per_epoch + 1
-    batch_size = config.train.batch_size
-    batches = data.training_batches(data_set.train, batch_size, rank, size, config.seed, num_epochs)
+    num_whole = len(data_set.train) // (batch_size * size)
+    if not num_whole:
+        raise ConfigError(f"train.batch_size: got {batch_size} on {size} ranks, with {len(data_set.train)} rows")
+    train: Any = data_set.train
+    rows = train.first(num_whole * batch_size * size)
+    batches = data.RowBatches(rows, batch_size * size, data.Parts.of_rank(rank, size), config.seed).dataset.repeat()
 
     images_per_s: dict[str, list[float]] = {"ring": [], "alone": []}
     for turn in range(turns + 1):  # the first makes the graphs

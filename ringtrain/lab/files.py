@@ -79,7 +79,7 @@ def problem_of(files: Files, block: Block) -> str:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow logs each image that it cannot decode
     import tensorflow as tf
 
-    from ringtrain.data import image_files
+    from ringtrain.data import blocks
 
     try:
         columns = files.read(block)
@@ -89,7 +89,7 @@ def problem_of(files: Files, block: Block) -> str:
     except DataError as error:
         return str(error)
     except tf.errors.OpError as error:
-        return f"{block.name}: {image_files.text_of(error)}"
+        return f"{block.name}: {blocks.text_of(error)}"
     return ""
 
 

@@ -132,5 +132,7 @@ def same_job(process: Process, job: Job) -> None:
     # Options first: data that differ would often follow from them, and name the cause worse.
     refuse_options(hvd.allgather_object((process.config, job.numbers), name="ringtrain_numbers"))
     refuse(hvd.allgather_object((socket.gethostname(), job.checksums), name="ringtrain_data"))
-    # Workers of parameter servers read the data, too, and are no ranks of these collectives.
-    refuse([(socket.gethostname(), {**process.code, **job.checksums}), *process.strategy.of_others])
+    # Workers of parameter servers read the data, too, and are no ranks of these collectives. They have no model.
+    own = {**process.code, **job.checksums}
+    for host, others in process.strategy.of_others:
+        refuse([(socket.gethostname(), {name: own.get(name, "missing") for name in others}), (host, others)])

@@ -89,10 +89,7 @@ class Source(Protocol):
         """Pins this rank's devices."""
 
     def read_job(self, process: Process) -> Job:
-        """Reads the data; returns the job, with its model if that is there already. Collective."""
-
-    def add_model(self, process: Process, job: Job) -> None:
-        """Adds model and callbacks to a job on whose data the ranks agree. Collective."""
+        """Reads the data, and makes model and callbacks. Collective."""
 
     def restore(self, process: Process, job: Job) -> tuple[Start, Mapping[str, Any]]:
         """Gives the model the state to begin with; returns its position, and summary.json of a complete run or {}."""
@@ -154,10 +151,8 @@ class Job:
     """of the data, and what else must be equal on all ranks"""
     of_name: Collection[str] = ("training data", "test data")
     """names of the checksums that all runs of one name have in common; others may change on a resume"""
-    model: keras.Model | Any = None
-    """compiled, with a distributed optimizer; None: not built yet"""
-    prepare: Callable[[keras.Model], None] | None = None
-    """called with the model, once it is compiled"""
+    model: keras.Model | Any
+    """compiled and built, with a distributed optimizer"""
     users_callbacks: list[keras.callbacks.Callback] = field(default_factory=list)
     all_callbacks: list[keras.callbacks.Callback] = field(default_factory=list)
     """the user's of all ranks, if rank 0 has more than the others; []: each rank has the same"""

@@ -13,8 +13,7 @@ from ringtrain.config import Config, changed_options, nearest, value_of
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 from ringtrain.monitor import fault_injection
-from ringtrain.run import devices, identity
-from ringtrain.run.context import Job, Process
+from ringtrain.run import devices
 
 if TYPE_CHECKING:
     import keras
@@ -53,28 +52,6 @@ def find(config: Config) -> Named:
         make_callbacks,
         fault_injection.parse(config.chaos),
     )
-
-
-def add_model(process: Process, job: Job, named: Named) -> None:
-    """Builds the model and the user's callbacks that the configuration names."""
-    import keras
-
-    from ringtrain import hvd
-
-    config, together = process.config, process.together
-    keras.utils.clear_session()  # each run of a process gives its layers the same names, which checkpoints hold
-    job.model = compiled_model(named, job.data_set, config, job.numbers, process.strategy, plan=job.plan)
-    _check_own_fit(job.model, config)
-    if job.prepare:
-        job.prepare(job.model)
-    # What its function has compiled is part of the job: ranks, and all runs of one name, have it in common.
-    compiled = {**identity.of_layers(job.model), **identity.of_compiled(job.model)}  # by its own function, perhaps
-    job.checksums, job.of_name = {**job.checksums, **compiled}, {*job.of_name, *compiled}
-    # One that is not built is that of a `compile` without arguments, which the model's own train_step does not use.
-    is_tracked = config.tracking.every_steps > 0 and process.strategy.has_gradient_norm
-    if is_tracked and job.model.optimizer.built:
-        job.gradient_norm = hvd.track_gradient_norm(job.model.optimizer)
-    job.users_callbacks = together(named.make_callbacks)
 
 
 def own_callbacks(config: Config) -> Callable[[], list[keras.callbacks.Callback]]:
@@ -124,6 +101,7 @@ def compiled_model(
         rows: dict[str, str] = {} if plan is None else plan
         if config.model.split or config.model.micro_batches > 1:
             rows |= split_model(model, config)
+        _check_own_fit(model, config)
         is_compiled, has_own = model.compiled, _has_own_optimizer(model, config)
         if has_own:
             optimizer = model.optimizer

@@ -10,14 +10,12 @@ from ringtrain import data, models
 from ringtrain.config import Config, with_values
 from ringtrain.derived import derive, num_shards
 from ringtrain.errors import ConfigError, DataError
-from ringtrain.run import devices, setup
+from ringtrain.run import devices, identity, setup
 from ringtrain.run.context import Job, Process
 from ringtrain.run.from_checkpoint import FromCheckpoint
 from ringtrain.strategies.rows import errors_named
 
 if TYPE_CHECKING:
-    import keras
-
     from ringtrain.run.devices import Pinning
     from ringtrain.strategies.base import Strategy
 
@@ -51,17 +49,15 @@ class ConfiguredSource(FromCheckpoint):
         config = process.config
         setup.set_dtypes(config)
         tf.random.set_seed(None)  # the seeds of an earlier run would shuffle the data in another order on each rank
-        result = process.together(self.named.read)
-        if isinstance(result, data.FitArguments):
+        found = process.together(self.named.read)
+        if isinstance(found, data.FitArguments):
             self.named = dataclasses.replace(self.named, build_model=models.builder(config.model, of_classes=False))
-        return _job(process, result)
-
-    def add_model(self, process: Process, job: Job) -> None:
-        setup.add_model(process, job, self.named)
+        return _job(process, self.named, found)
 
 
-def _job(process: Process, found: data.DataSet | data.FitArguments) -> Job:
-    """Job on the data that the configuration names."""
+def _job(process: Process, named: setup.Named, found: data.DataSet | data.FitArguments) -> Job:
+    """Data, model and callbacks that the configuration names."""
+    import keras
     import tensorflow as tf
 
     from ringtrain import hvd
@@ -73,6 +69,7 @@ def _job(process: Process, found: data.DataSet | data.FitArguments) -> Job:
     given = data.FitArguments() if isinstance(found, data.DataSet) else found
     given = dataclasses.replace(given, epochs=config.train.epochs, seed=config.seed)
 
+    # Data, and the numbers that follow from them.
     data_set = together(lambda: _data_of(config, found, given, rows))
     train, test = data_set.train, data_set.test
     validation = script.validation_of(given, test, rows, "test_")
@@ -85,24 +82,12 @@ def _job(process: Process, found: data.DataSet | data.FitArguments) -> Job:
     }
     if isinstance(train, data.Stream):
         rows, num_train = train.batch_size, num_train * train.batch_size
-        process.config = _with_unscaled_rate(config)
+        process.config = config = _with_unscaled_rate(config)
         num_rows = f"{rows:,}" if rows > 1 else "unknown"
         plan["global batch"] = (
             f"{num_rows}: a batch of the {train.kind}, on all ranks together; train.batch_size has no effect"
         )
-    facts: dict[str, Any] = {"on_resume": train.on_resume}
-
-    def prepare(model: keras.Model) -> None:
-        unlike = script_model.build(process, model, train, rows)
-        plan.update(script_model.compile_by_xla(process, model, train))
-        if not process.strategy.shares_state:
-            tf.random.set_seed(config.seed * size + hvd.rank())  # else all ranks would draw the same noise
-            hvd.seed_globally_by_rank(config.seed)
-        facts["unlike_one_process"] = unlike
-        if unlike:
-            plan["unlike 1 rank"] = "; ".join(unlike)
-
-    numbers = together(lambda: derive(process.config, size, num_train, len(test), rows))
+    numbers = together(lambda: derive(config, size, num_train, len(test), rows))
     plan["shard"] = script.shard_of(numbers)
     checksums = together(lambda: data.checksums(data_set))
     if config.train.virtual_ranks:
@@ -110,20 +95,39 @@ def _job(process: Process, found: data.DataSet | data.FitArguments) -> Job:
     of_name = ["training data"]
     if not isinstance(test, data.Stream):
         of_name.append("test data")
-    return Job(
+    process.stages.done("data")
+
+    # Each run of a process gives its layers the same names, which checkpoints hold.
+    keras.utils.clear_session()
+    model = setup.compiled_model(named, data_set, config, numbers, process.strategy, plan=plan)
+    unlike = script_model.build(process, model, train, rows)
+    plan |= script_model.compile_by_xla(process, model, train)
+    if not process.strategy.shares_state:
+        tf.random.set_seed(config.seed * size + hvd.rank())  # else all ranks would draw the same noise
+        hvd.seed_globally_by_rank(config.seed)
+    if unlike:
+        plan["unlike 1 rank"] = "; ".join(unlike)
+    # What its function has compiled is part of the job: ranks, and all runs of one name, have it in common.
+    compiled = {**identity.of_layers(model), **identity.of_compiled(model)}
+    job = Job(
         data_set=data_set,
         numbers=numbers,
-        checksums=checksums,
-        of_name=of_name,
+        checksums={**checksums, **compiled},
+        of_name={*of_name, *compiled},
+        model=model,
+        users_callbacks=together(named.make_callbacks),
         validation=validation,
         plan=plan,
-        facts=facts,
-        prepare=prepare,
+        facts={"on_resume": train.on_resume, "unlike_one_process": unlike},
         named_in_errors=name,
     )
+    # An optimizer that is not built is that of a `compile` without arguments, which a train_step does not use.
+    if config.tracking.every_steps > 0 and process.strategy.has_gradient_norm and model.optimizer.built:
+        job.gradient_norm = hvd.track_gradient_norm(model.optimizer)
+    return job
 
 
-def _size(part: data.NumberedRows | data.Stream | data.Split) -> str:
+def _size(part: data.Split) -> str:
     """Number of rows or batches, for the plan."""
     if isinstance(part, data.Stream):
         return f"{len(part):,} batches"

@@ -63,9 +63,6 @@ class ScriptSource(FromCheckpoint):
         job: Job = process.together(lambda: _job(process, self))
         return job
 
-    def add_model(self, process: Process, job: Job) -> None:
-        """Does nothing: the job has the script's model."""
-
 
 def _job(process: Process, source: ScriptSource) -> Job:
     """The script's data, and its model with a distributed optimizer."""
@@ -263,7 +260,6 @@ def adopt(
         global_batch_size=batch_size * accumulated,
         steps_per_epoch=steps,
         num_steps=steps * process.config.train.epochs,
-        dropped_per_epoch=0,
         learning_rate=rate,
         initial_learning_rate=first_rate,
         warmup_steps=0,

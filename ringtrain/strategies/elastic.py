@@ -65,7 +65,6 @@ class OtherRanks(FromCheckpoint):
         self.faults, self.code, self.pin = configured.faults, configured.code, configured.pin
         self.is_quiet = configured.is_quiet
         self._job = configured.read_job(process)
-        configured.add_model(process, self._job)
         # A rank that becomes rank 0 has its callbacks, but has never called them.
         model, everyone = self._job.model, self._job.all_callbacks
         users = SharedCallbackState(everyone or self._job.users_callbacks, model)
@@ -97,9 +96,6 @@ class OtherRanks(FromCheckpoint):
         if job.all_callbacks:
             users = on_rank(job.all_callbacks, hvd.rank())
         return dataclasses.replace(job, users_callbacks=users)
-
-    def add_model(self, process: Process, job: Job) -> None:
-        """Does nothing: the model exists."""
 
     def restore(self, process: Process, job: Job) -> tuple[resume.Start, Mapping[str, Any]]:
         """Position of the rank that is furthest; on the first ranks, of the newest checkpoint."""

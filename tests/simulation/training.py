@@ -223,11 +223,8 @@ class Source:
 
     def read_job(self, process: Any) -> Job:
         numbers = self.member.cluster.numbers_of_run
-        data_set: Any = SimpleNamespace(train=SimpleNamespace(has_classes=False), raise_unreadable=lambda: None)
-        return Job(data_set=data_set, numbers=numbers, checksums={})
-
-    def add_model(self, process: Any, job: Job) -> None:
-        job.model = Model()
+        data_set: Any = SimpleNamespace(train=SimpleNamespace())
+        return Job(data_set=data_set, numbers=numbers, checksums={}, model=Model())
 
 
 class Evaluation(keras.callbacks.Callback):
