@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
+from ringtrain import combinations
 from ringtrain import option_rules as rule
 from ringtrain.errors import ConfigError
 from ringtrain.optimizer_kinds import OPTIMIZERS
@@ -342,11 +343,14 @@ class Config:
             value = value_of(self, name)
             if not limit.holds(value):
                 raise ConfigError(f"{name}: got {value}, expected {limit.text}")
-        rule.check_together(self)
+        rule.check_values(self)
+        combinations.check(self, DEFAULTS)
 
 
 OPTIONS = options_of(Config)
 """all options by dotted name, e.g. "train.epochs"""
+DEFAULTS = {name: option.default for name, option in OPTIONS.items()}
+"""default value of each"""
 RULES = {name: option.rule for name, option in OPTIONS.items() if option.rule}
 
 

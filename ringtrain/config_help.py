@@ -10,6 +10,7 @@ import types
 from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
 
+from ringtrain import combinations
 from ringtrain.config import OPTIONS, RULES, Config, nearest, option_types, value_of
 from ringtrain.errors import ConfigError
 from ringtrain.options import Parser, add
@@ -81,6 +82,12 @@ def help_parser(words: Sequence[str], config: Config, usage: str, description: s
     )
     values = {name: value_of(config, name) for name in OPTIONS}
     around: dict[str, Any] = {}
+    apart = [
+        textwrap.fill(line, width, initial_indent="  ", subsequent_indent="    ")
+        for line in combinations.lines("" if section == ALL else section)
+    ]
+    if section and apart:
+        around = {"epilog": "\n".join(["do not go together:", *apart])}
     if not section:
         around = {"description": description, "epilog": epilog}
     parser = Parser(

@@ -157,17 +157,13 @@ def lower_is_better(metric: str) -> bool:
     return any(word in metric for word in (*losses, "false_"))
 
 
-def in_words(config: Config, numbers: Numbers, num_workers: int = 0) -> dict[str, str]:
-    """Returns the rows of the plan on the numbers. `num_workers`: of parameter servers; 0: ranks train."""
+def in_words(config: Config, numbers: Numbers) -> dict[str, str]:
+    """Returns the rows of the plan on the numbers."""
     n, optimizer = numbers, config.optimizer
     batch = f"{n.global_batch_size} = {n.batch_size} x {n.num_ranks}"
     if n.accumulation_steps > 1:
         batch += f" x {n.accumulation_steps} batches accumulated"
     steps = f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}"
-    noun = "virtual rank" if config.train.virtual_ranks > 0 else "rank"
-    if num_workers:
-        noun = "worker"
-    num_samples = n.steps_per_epoch * n.samples_per_step // (num_workers or n.num_ranks)
     # The learning rate: the configured one, its scaling, and the reason for that.
     rule, why = scaling_of(config)
     factor = f"{scaled_batch(config, n.global_batch_size, n.num_ranks)} / {optimizer.reference_batch_size}"
@@ -181,7 +177,6 @@ def in_words(config: Config, numbers: Numbers, num_workers: int = 0) -> dict[str
     return {
         "global batch": batch,
         "steps": steps,
-        "shard": f"{num_samples:,} samples an epoch on each {noun}",
         "learning rate": f"{rate} ({optimizer.name}, {config.schedule.name}{reason})",
     }
 

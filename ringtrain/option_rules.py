@@ -84,33 +84,13 @@ def needs_above_0(*options: str) -> Need:
     return Need(f"{_either(options)} above 0", lambda config: any(attrgetter(option)(config) > 0 for option in options))
 
 
-def check_together(config: Any) -> None:
-    """Raises ConfigError for values that cannot be combined."""
-    if config.device.memory_fraction and config.device.memory_mb:
-        raise ConfigError("device.memory_fraction and device.memory_mb are both set: keep one, set the other to 0")
-    if config.train.jit and config.model.sync_batch_norm:
+def check_values(config: Any) -> None:
+    """Raises ConfigError for a value that another option limits."""
+    if config.train.batch_size < config.model.micro_batches:
         raise ConfigError(
-            "train.jit and model.sync_batch_norm are both set: synchronized batch norm needs an allreduce in the"
-            " forward pass, for which XLA has no kernel: keep one"
+            f"model.micro_batches: got {config.model.micro_batches}, expected no more than train.batch_size,"
+            f" {config.train.batch_size}"
         )
-    if config.model.split or config.model.micro_batches > 1:
-        for option in ("train.jit", "optimizer.jit", "model.sync_batch_norm"):
-            if attrgetter(option)(config):
-                raise ConfigError(f"model.split and model.micro_batches do not work with {option}: leave one out")
-        if config.train.batch_size < config.model.micro_batches:
-            raise ConfigError(
-                f"model.micro_batches: got {config.model.micro_batches}, expected no more than train.batch_size,"
-                f" {config.train.batch_size}"
-            )
-    if config.train.virtual_ranks:
-        _check_virtual_ranks(config)
-    _check_compression(config)
-    if config.hvd.deterministic and config.hvd.fusion_mb > 0:
-        raise ConfigError("hvd.deterministic and hvd.fusion_mb are both set: deterministic runs fuse nothing")
-    if config.hvd.groups and config.hvd.deterministic:
-        raise ConfigError("hvd.deterministic and hvd.groups are both set: deterministic runs send all as one")
-    if config.hvd.groups and config.hvd.op == "adasum":
-        raise ConfigError("hvd.op adasum and hvd.groups are both set: Adasum combines tensor by tensor")
     warmup, milestones = config.schedule.warmup_epochs, config.schedule.milestones
     if warmup > config.train.epochs:
         epochs = config.train.epochs
@@ -120,48 +100,6 @@ def check_together(config: Any) -> None:
     if milestones and milestones[0] < warmup:
         within = f"within the warm-up (schedule.warmup_epochs {warmup:g})"
         raise ConfigError(f"schedule.milestones: got {milestones[0]:g}, expected none {within}")
-
-
-def _check_compression(config: Any) -> None:
-    """Raises ConfigError for options that compression does not work with."""
-    compression = compressions.kind_of(config.hvd.compression)
-    refused = {
-        "hvd.groups": not compression.is_cast and config.hvd.groups,
-        "model.split": compression.keeps_errors and config.model.split,
-        "hvd.op adasum": not compression.is_cast and config.hvd.op == "adasum",
-    }
-    for option, is_set in refused.items():
-        if is_set:
-            raise ConfigError(f"hvd.compression {config.hvd.compression} does not work with {option}: leave one out")
-    if compression.keeps_errors and config.train.precision == "mixed_float16":
-        raise ConfigError(
-            f"hvd.compression {config.hvd.compression} does not work with train.precision mixed_float16: use"
-            " mixed_bfloat16"
-        )
-
-
-_OF_A_RANK = ("split", "sync_batch_norm", "not_averaged")
-
-
-def _check_virtual_ranks(config: Any) -> None:
-    """Raises ConfigError for options with which bits would depend on the number of ranks, or other steps are made."""
-    refused = {
-        "hvd.op": config.hvd.op != "average",
-        "hvd.compression": config.hvd.compression != "none",
-        "data.on_error": config.data.on_error != "fail",
-    }
-    options = (
-        "hvd.groups",
-        "train.jit",
-        "tracking.timeline_steps",
-        *(f"model.{one}" for one in _OF_A_RANK),
-    )
-    refused |= {option: bool(attrgetter(option)(config)) for option in options}
-    refused["model.micro_batches"] = config.model.micro_batches > 1
-    for option, is_set in refused.items():
-        if is_set:
-            value = attrgetter(option)(config)
-            raise ConfigError(f"train.virtual_ranks does not work with {option} {value}: leave one out")
 
 
 def _either(words: tuple[str, ...]) -> str:

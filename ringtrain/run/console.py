@@ -254,7 +254,6 @@ def show_plan(
     config, strategy = process.config, process.strategy
     placement = strategy.placement(numbers, process.pinning, hosts)
     rates = schedules.in_words(schedules.schedule_of(config, numbers), numbers.steps_per_epoch)
-    of_numbers = in_words(config, numbers, len(strategy.of_others))
     notes: dict[str, str] = {}
     for sentence in without_effect(config):
         key = "note".ljust(len("note") + len(notes))  # no row may have the key of another
@@ -272,7 +271,7 @@ def show_plan(
         "data": f"{config.data.name}: {numbers.num_train:,} to train, {numbers.num_test:,} to test",
         **named,
         "model": config.model.name,
-        **of_numbers,
+        **in_words(config, numbers),
         **rates,
         "seed": str(config.seed),
         "options": options,

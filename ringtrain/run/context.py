@@ -131,8 +131,8 @@ class Validation:
 
     prefix: str = "test_"
     """of the metrics' names"""
-    batch_size: int = 0
-    """rows of a batch, which one rank evaluates whole; 0: samples are split over the ranks, batched as in training"""
+    batch_size: int = 1
+    """rows of a batch, which one rank evaluates whole"""
     epochs: Container[int] | None = None
     """epochs, counted from 1, after which the run evaluates; None: all"""
 

@@ -40,11 +40,10 @@ class Evaluation(keras.callbacks.Callback):
         self.num_shards = run.config.train.virtual_ranks or run.size
         self.own = range(*data.part_of(self.num_shards, run.rank, run.size))
         """numbers of this rank's shards: one, or one per virtual rank"""
-        whole_batch = run.validation.batch_size or 1
-        self.shards = [self.test.shard(number, self.num_shards, whole_batch) for number in self.own]
+        rows = run.validation.batch_size
+        self.shards = [self.test.shard(number, self.num_shards, rows) for number in self.own]
         self.batches: list[Any] = []
         if run.numbers.num_test:
-            rows = run.validation.batch_size or run.numbers.batch_size
             self.batches = [data.evaluation_batches(self.test, shard, rows) for shard in self.shards]
         self.seconds = 0.0
         self.logs: dict[str, Any] = {}

@@ -13,7 +13,6 @@ from ringtrain.errors import ConfigError, DataError
 from ringtrain.run import devices, identity, setup
 from ringtrain.run.context import Job, Process
 from ringtrain.run.from_checkpoint import FromCheckpoint
-from ringtrain.strategies.rows import errors_named
 
 if TYPE_CHECKING:
     from ringtrain.run.devices import Pinning
@@ -138,6 +137,8 @@ def _data_of(
     config: Config, found: data.DataSet | data.FitArguments, given: data.FitArguments, rows: int
 ) -> data.DataSet:
     """Training and test data in steps of `rows` rows."""
+    from ringtrain.strategies.rows import errors_named
+
     if isinstance(found, data.DataSet):
         return dataclasses.replace(found, train=_first(config, found.train), test=_first(config, found.test))
     name = config.data.name

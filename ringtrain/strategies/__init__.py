@@ -14,12 +14,12 @@ parameter_server: ps-sync and ps-async
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ringtrain import config_io
-from ringtrain.config import Config, value_of
+from ringtrain import combinations, config_io
+from ringtrain.config import DEFAULTS, Config
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.env import ALONE, COLLECTIVES, SERVERS
 
@@ -27,35 +27,6 @@ if TYPE_CHECKING:
     from ringtrain.strategies.base import Strategy
     from ringtrain.strategies.parameter_server.cluster import RankGroup
 
-_HOROVOD = (
-    "hvd.op",
-    "hvd.compression",
-    "hvd.fusion_mb",
-    "hvd.cycle_time_ms",
-    "hvd.groups",
-    "tracking.timeline_steps",
-    "hvd.merge_rows",
-    "train.virtual_ranks",
-)
-_NOT_IN_TENSORFLOW = (
-    *_HOROVOD,
-    "hvd.deterministic",
-    "optimizer.accumulation_steps",
-    "optimizer.jit",
-    "model.sync_batch_norm",
-    "train.jit",
-    "checkpoint.saved_model",
-    "train.precision mixed_float16",
-    "model.split",
-    "model.micro_batches",
-)
-_NOT_ELASTIC = (
-    "hvd.compression powersgd",
-    "model.not_averaged",
-    "model.split",
-    "optimizer.accumulation_steps",
-    "tracking.timeline_steps",
-)
 HOROVOD_VARIABLES = {
     "HOROVOD_ELASTIC": "ranks that join and leave",
     "HOROVOD_TIMELINE": "a timeline",
@@ -69,8 +40,6 @@ class Kind:
 
     create: Callable[..., Strategy]
     """its class"""
-    refused: tuple[str, ...] = ()
-    """options that it does not support; if a value follows the name, only that value"""
     collectives: str = "mpi4py"
     """RINGTRAIN_COLLECTIVES; "": Horovod"""
     has_servers: bool = False
@@ -91,21 +60,20 @@ def _class(path: str) -> Callable[..., Strategy]:
 
 STRATEGIES = {
     "ring": Kind(_class("ring:Ring"), collectives=""),
-    "mpi-ring": Kind(_class("ring:Ring"), _HOROVOD),
-    "towers": Kind(_class("mirrored:Towers"), _NOT_IN_TENSORFLOW, is_one_process=True),
-    "multi-worker": Kind(_class("mirrored:MultiWorker"), _NOT_IN_TENSORFLOW),
-    "ps-async": Kind(_class("parameter_server.asynchronous:Asynchronous"), _NOT_IN_TENSORFLOW, ALONE, has_servers=True),
-    "ps-sync": Kind(_class("parameter_server.synchronous:Synchronous"), _NOT_IN_TENSORFLOW, ALONE, has_servers=True),
+    "mpi-ring": Kind(_class("ring:Ring")),
+    "towers": Kind(_class("mirrored:Towers"), is_one_process=True),
+    "multi-worker": Kind(_class("mirrored:MultiWorker")),
+    "ps-async": Kind(_class("parameter_server.asynchronous:Asynchronous"), ALONE, has_servers=True),
+    "ps-sync": Kind(_class("parameter_server.synchronous:Synchronous"), ALONE, has_servers=True),
 }
 """strategy.name, and what it means; the configuration lists the names as choices"""
 
 
 def prepare(config: Config, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Selects the collectives, before ringtrain.hvd is loaded; raises ConfigError if an option is not supported."""
+    """Selects the collectives, before ringtrain.hvd is loaded; raises ConfigError for what only Horovod has."""
     name = config.strategy.name
     kind = STRATEGIES[name]
     num_servers(config, environ)
-    _refuse(config, kind.refused, f"strategy.name: {name}", "train with ring")
     if not kind.collectives:
         environ.pop(COLLECTIVES, None)
         return
@@ -113,15 +81,6 @@ def prepare(config: Config, environ: MutableMapping[str, str] = os.environ) -> N
         if environ.get(variable, "0") not in ("", "0"):
             raise ConfigError(f"strategy.name: {name} has no {what} ({variable}): leave it out, or train with ring")
     environ[COLLECTIVES] = kind.collectives
-
-
-def _refuse(config: Config, options: Sequence[str], name: str, fix: str) -> None:
-    """Raises ConfigError if one of these options is used; a word after its name is the beginning of its value."""
-    for refused in options:
-        option, _, value = refused.partition(" ")
-        given = value_of(config, option)
-        if str(given).startswith(value) and given != value_of(Config(), option):
-            raise ConfigError(f"{name} has no {option} {given}: leave it out, or {fix}")
 
 
 def num_servers(config: Config, environ: Mapping[str, str] = os.environ) -> int:
@@ -144,7 +103,7 @@ def make(config: Config, group: RankGroup | None = None) -> Strategy:
     from ringtrain import hvd
 
     if hvd.elastic.is_on():
-        _refuse(config, _NOT_ELASTIC, "strategy.name: an elastic job", "start without --elastic")
+        combinations.check(config, DEFAULTS, [combinations.ELASTIC])
         return _class("elastic:Elastic")(config)
     create = STRATEGIES[config.strategy.name].create
     return create(config) if group is None else create(config, group)

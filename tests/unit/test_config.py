@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
-from ringtrain import config_io
+from ringtrain import combinations, config_io
 from ringtrain.config import (
+    DEFAULTS,
     Config,
     HvdConfig,
     OptimizerConfig,
@@ -15,6 +17,7 @@ from ringtrain.config import (
     TrainConfig,
     option_types,
     value_of,
+    with_values,
 )
 from ringtrain.derived import derive, without_effect
 from ringtrain.errors import ConfigError
@@ -56,7 +59,6 @@ BAD_FILES = {
     "[train]\nepochs = 0": "train.epochs: got 0, expected 1 or more",
     "[optimizer]\nlearning_rate = nan": "optimizer.learning_rate: got nan, expected a number above 0",
     "[run]\nname = 'a/b'": "run.name: got a/b, expected a name, not a path",
-    "[device]\nmemory_mb = 5\nmemory_fraction = 0.5": "device.memory_fraction and device.memory_mb are both set",
     "[train]\nepochs = 2\n[schedule]\nwarmup_epochs = 2.5": (
         "schedule.warmup_epochs: got 2.5, expected no more than train.epochs (2)"
     ),
@@ -77,18 +79,13 @@ BAD_FILES = {
     "[schedule]\nwarmup_start = 2": "schedule.warmup_start: got 2.0, expected 0 to 1",
     "[model]\nlabel_smoothing = 1": "model.label_smoothing: got 1.0, expected 0 up to 1, 1 excluded",
     "[train]\nprecision = 'float16'": "train.precision: got 'float16', expected one of float32, mixed_bfloat16",
-    "[train]\njit = true\n[model]\nsync_batch_norm = true": "train.jit and model.sync_batch_norm are both set: ",
     "[model]\nsplit = 'layers'": "model.split: got layers, expected layers:2, columns:2, ...",
     "[model]\nsplit = 'layers:1'": "model.split: got layers:1, expected layers:2, columns:2, ...",
     "[model]\nmicro_batches = 0": "model.micro_batches: got 0, expected 1 or more",
     "[model]\nmicro_batches = 8\n[train]\nbatch_size = 4": "model.micro_batches: got 8, expected no more than ",
-    "[model]\nsplit = 'layers:2'\nsync_batch_norm = true": "model.split and model.micro_batches do not work with ",
     "[hvd]\nfusion_mb = -2": "hvd.fusion_mb: got -2.0, expected 0 or more, or -1",
     "[hvd]\ncycle_time_ms = inf": "hvd.cycle_time_ms: got inf, expected 0 or more, or -1",
     "[hvd]\ngroups = -1": "hvd.groups: got -1, expected 0 or more",
-    "[hvd]\ndeterministic = true\ngroups = 2": "hvd.deterministic and hvd.groups are both set: ",
-    '[hvd]\nop = "adasum"\ngroups = 2': "hvd.op adasum and hvd.groups are both set: ",
-    "[hvd]\ndeterministic = true\nfusion_mb = 3": "hvd.deterministic and hvd.fusion_mb are both set: ",
     "[schedule]\nfactor = 0": "schedule.factor: got 0.0, expected a number above 0",
     "[schedule]\nend_factor = -0.1": "schedule.end_factor: got -0.1, expected 0 to 1",
     "[schedule]\npower = nan": "schedule.power: got nan, expected a number above 0",
@@ -99,6 +96,37 @@ BAD_FILES = {
     "[optimizer]\naccumulation_steps = 0": "optimizer.accumulation_steps: got 0, expected 1 or more",
     "[train": "not TOML: ",
 }
+
+
+VALUES = {
+    "hvd.op": "adasum",
+    "hvd.compression": "powersgd:2",
+    "data.on_error": "skip",
+    "model.split": "layers:2",
+    "model.not_averaged": ("*",),
+    "checkpoint.saved_model": True,
+    "device.memory_fraction": 0.5,
+}
+
+
+@pytest.mark.parametrize("first", combinations.NOT_TOGETHER)
+def test_options_that_do_not_go_together_are_refused_in_either_order(first):
+    def value_for(condition: str) -> tuple[str, Any]:
+        option, _, word = condition.partition(" ")
+        values = {"ps": "ps-sync", "powersgd": "powersgd:2"}
+        value = values.get(word, word) or VALUES.get(option, {bool: True}.get(option_types().get(option), 2))
+        return option, value
+
+    for other in combinations.NOT_TOGETHER[first]:
+        alone = dict([value_for(other)])
+        with_values(Config(), alone)
+        if first == combinations.ELASTIC:
+            with pytest.raises(ConfigError, match=f"^an elastic job and {other.partition(' ')[0]}.* do not go together"):
+                combinations.check(with_values(Config(), alone), DEFAULTS, [combinations.ELASTIC])
+            continue
+        with_values(Config(), dict([value_for(first)]))
+        with pytest.raises(ConfigError, match="do not go together: leave one out"):
+            with_values(Config(), alone | dict([value_for(first)]))
 
 
 @pytest.mark.parametrize("text", BAD_FILES)
@@ -189,8 +217,7 @@ def test_derived_numbers():
     config = Config(train=TrainConfig(epochs=3, batch_size=32), schedule=ScheduleConfig(warmup_epochs=2))
     numbers = derive(config, num_ranks=2, num_train=1437, num_test=360)
     assert numbers.global_batch_size == 64
-    assert (numbers.steps_per_epoch, numbers.num_steps, numbers.warmup_steps) == (22, 66, 44)
-    assert numbers.dropped_per_epoch == 1437 - 22 * 64
+    assert (numbers.steps_per_epoch, numbers.num_steps, numbers.warmup_steps) == (23, 69, 46)
     assert numbers.learning_rate == pytest.approx(2**0.5 * config.optimizer.learning_rate)
     for scaling, reference, factor in (("none", 32, 1), ("sqrt", 16, 2), ("linear", 16, 4), ("linear", 128, 0.5)):
         optimizer = OptimizerConfig(learning_rate_scaling=scaling, reference_batch_size=reference)
@@ -232,13 +259,3 @@ def test_what_has_no_effect_is_said():
     ]
     late = Config(train=TrainConfig(epochs=5), schedule=ScheduleConfig(name="steps", milestones=(3.0, 5.0, 7.5)))
     assert without_effect(late) == ["schedule.milestones 5 7.5: the run ends after epoch 5"]
-
-
-def test_global_batch_may_be_all_the_data_but_not_more():
-    assert derive(Config(train=TrainConfig(batch_size=50)), 2, 100, 10).steps_per_epoch == 1
-    with pytest.raises(ConfigError) as error:
-        derive(Config(train=TrainConfig(batch_size=51)), 2, 100, 10)
-    assert str(error.value) == (
-        "train.batch_size: 51 on 2 ranks makes a global batch of 102, but digits has 100 training samples:"
-        " expected 50 or less"
-    )
