@@ -44,7 +44,7 @@ class Reduction:
     compression_start_step: int = 0
     merge_rows: bool = False
     reducer: Reducer | None = field(init=False, default=None)
-    share: tf.Variable | None = field(default_factory=lambda: tf.Variable(1.0, trainable=False) if elastic() else None)
+    share: Any = None
     _graphs: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:

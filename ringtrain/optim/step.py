@@ -59,9 +59,7 @@ class Step:
 
     share: tf.Variable | None = None
     """of this rank, where each rank has statistics of its own"""
-    has_header = has_empty_parts = False
-    _is_divided = False
-    """whether losses may count other than by the rows of a part"""
+    has_empty_parts = False
 
     def __init__(self, model: keras.Model, sums: Sums | None = None) -> None:
         self.model = model
@@ -98,19 +96,14 @@ class Step:
                 they have read.
             has_empty_parts: A share can be 0. The row in its place then changes no metric and no statistic.
         """
-        self._is_divided = True
-        self.has_header, self.has_empty_parts = has_header, has_empty_parts
+        self.has_empty_parts = has_empty_parts
         # A variable, as the step may be traced once for all batches.
         if has_header and self.sums is None:
             self.share = tf.Variable(1.0, trainable=False, dtype=tf.float64)
 
     def __enter__(self) -> Step:
-        # Losses stay Keras' own unless they may count other than by the rows of a part.
         train_step.wrap(self.model, "ranks", self._around)
-        if self.sums is None:
-            self._losses.replace(self.share)
-        elif self._is_divided:
-            self._losses.replace(None)
+        self._losses.replace(self.share)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -259,15 +252,13 @@ class Step:
     def _of_all_ranks(self, sums: Sums, batch: Any) -> Any:
         """A step of the model with this rank's rows, after which all ranks hold the same."""
         optimizer = self.model.optimizer
-        header: Header | None = None
-        if self.has_header:
-            if not isinstance(batch[0], Header):
-                raise ConfigError(
-                    "ringtrain.fit: a callback calls train_on_batch, which elastic jobs and virtual ranks cannot:"
-                    " leave it out"
-                )
-            header, batch = batch
-            self._note(header)
+        if not isinstance(batch[0], Header):
+            raise ConfigError(
+                "ringtrain.fit: a callback calls train_on_batch, which elastic jobs and virtual ranks cannot:"
+                " leave it out"
+            )
+        header, batch = batch
+        self._note(header)
 
         # Keep what the forward pass changes, then note that a step is under way.
         kept = []
@@ -288,8 +279,7 @@ class Step:
         computations = []
         for index, number in enumerate(numbers):
             rows = _rows_of_part(batch, index, len(numbers), header)
-            share = header.shares[index] if header else None
-            computations.append(functools.partial(self._part, rows, number, before, share))
+            computations.append(functools.partial(self._part, rows, number, before, header.shares[index]))
         sums.prepare(self, computations)
         parts = []
         logs: Mapping[str, Any] = {}
@@ -459,15 +449,12 @@ def metric_results(model: keras.Model) -> dict[str, Any]:
         return results
 
 
-def _rows_of_part(batch: Any, index: int, count: int, header: Header | None) -> Any:
-    """Rows of one of `count` parts of this rank's rows; without a header all parts have equally many."""
+def _rows_of_part(batch: Any, index: int, count: int, header: Header) -> Any:
+    """Rows of one of `count` parts of this rank's rows."""
 
     def of_leaf(leaf: Any) -> Any:
-        if leaf is None or leaf.shape.rank == 0 or (header is None and count == 1):
+        if leaf is None or leaf.shape.rank == 0:
             return leaf
-        if header is None:
-            length = (leaf.shape[0] or tf.shape(leaf)[0]) // count
-            return leaf[index * length : (index + 1) * length]
         # A tensor with other rows than the first has equal parts: see Parts.cut.
         rows, equal = num_rows_of(leaf), num_rows_of(leaf) // count
         is_like_first = tf.equal(rows, tf.reduce_sum(header.rows))

@@ -27,21 +27,16 @@ class StepResult(NamedTuple):
     metrics: list[Any]
     logs: list[Any]
     """means over rows that a `train_step` returns besides metrics: float64 [], by name in order"""
-    share: Any = None
-    """float64 []: rows of the part times the number of parts, divided by all rows; None: 1"""
+    share: Any = 1.0
+    """float64 []: rows of the part times the number of parts, divided by all rows"""
 
     def summands(self, is_first: Any) -> list[list[Any]]:
         """Statistics, counters, metrics and logs, multiplied so that the parts' sums are those of all rows."""
-        share: Any = 1.0
-        has_rows: Any = 1.0
-        if self.share is not None:
-            share = self.share
-            has_rows = share > 0
         return [
-            [scaled(value, share) for value in self.moving],
+            [scaled(value, self.share) for value in self.moving],
             [value * tf.cast(is_first, value.dtype) for value in self.counters],
-            [scaled(value, has_rows) for value in self.metrics],
-            [scaled(value, share) for value in self.logs],
+            [scaled(value, self.share > 0) for value in self.metrics],
+            [scaled(value, self.share) for value in self.logs],
         ]
 
 
@@ -94,24 +89,19 @@ class SumsOverRanks:
     def totals(self, step: Step, parts: Sequence[StepResult]) -> StepResult:
         (part,) = parts  # of this rank
         optimizer, reduction = innermost(step.model.optimizer), step.reduction
-        share = part.share
-        if share is None:
-            share = tf.constant(1.0, tf.float64)
-            if reduction.share is not None:
-                share = tf.cast(reduction.share.read_value(), tf.float64)
 
         # Gradients, as far as weights have one.
         gradients = list(part.gradients)
         places = [index for index, gradient in enumerate(gradients) if gradient is not None]
         if places:
             weights = [step.weights[index] for index in places]
-            with step.weighed(share):
+            with step.weighed(part.share):
                 weighted = optimizer.weighted([gradients[index] for index in places], weights)
             for index, gradient in zip(places, optimizer.reduce(weighted, weights), strict=True):
                 gradients[index] = gradient
 
         # A rank without rows has computed a placeholder row, which counts 0 times.
-        moving, counters, metrics, logs = part._replace(share=share).summands(hvd.rank_op() == 0)
+        moving, counters, metrics, logs = part.summands(hvd.rank_op() == 0)
         summands = [
             [value / tf.cast(self.num_parts(), value.dtype) for value in moving],
             counters,

@@ -95,7 +95,7 @@ class LossWeights:
 
     @contextlib.contextmanager
     def in_step(self, share: Any) -> Iterator[None]:
-        """Context of a step with a part of the rows; `share`: see `StepResult`, None: 1."""
+        """Context of a step with a part of the rows; `share`: see `StepResult`, None: parts are equal."""
         self._in_step = self._losses is not None
         self._share = tf.constant(1.0, tf.float64) if share is None else share
         for layer in hvd.batch_norm_layers(self.model):

@@ -197,8 +197,7 @@ class SumsOverVirtualRanks:
         rows = []
         for number, part in zip(self.numbers(step), parts, strict=True):
             row = [tf.convert_to_tensor(part.gradients[index]) for index in places]  # also of an embedding's rows
-            if part.share is not None:
-                row = [scaled(gradient, part.share) for gradient in row]
+            row = [scaled(gradient, part.share) for gradient in row]
             for values in part.summands(is_first=number == 0):
                 row += values
             rows.append(row)

@@ -57,11 +57,7 @@ def test_two_ranks_learn_from_each_source(place, name, tmp_path):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "<stderr>" not in ended.stderr
     summary = json.loads((tmp_path / "two" / "summary.json").read_text())
-    assert (
-        summary["global_step"] == 2 * 5
-        and summary["skipped_samples"] == 0
-        and summary["in_sync"] is True
-    )
+    assert summary["global_step"] == 2 * 5 and summary["skipped_samples"] == 0 and summary["in_sync"] is True
     alone = launching.run(0, one, timeout_s=TIMEOUT_S, cwd=place, warm=True)
     assert alone.returncode == 0 and alone.stderr == "", alone.stderr
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")

@@ -270,9 +270,7 @@ def _of_horovodrun(world: World, cluster: Any) -> Iterator[tuple[Any, str, Any]]
 def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
     horovod, process = Horovod(world), OfProcess(world)
     shared = hvd.elastic
-    of_elastic = SimpleNamespace(
-        run=shared.run, SharedKerasState=shared.SharedKerasState, set_gradient_share=lambda *_: None
-    )
+    of_elastic = SimpleNamespace(run=shared.run, SharedKerasState=shared.SharedKerasState)
     yield shared, "horovod", horovod
     for name in ("init", "shutdown", "allgather_object", "broadcast_object", "broadcast_model"):
         yield shared, name, getattr(horovod, name)

@@ -121,7 +121,9 @@ def test_options_that_do_not_go_together_are_refused_in_either_order(first):
         alone = dict([value_for(other)])
         with_values(Config(), alone)
         if first == combinations.ELASTIC:
-            with pytest.raises(ConfigError, match=f"^an elastic job and {other.partition(' ')[0]}.* do not go together"):
+            with pytest.raises(
+                ConfigError, match=f"^an elastic job and {other.partition(' ')[0]}.* do not go together"
+            ):
                 combinations.check(with_values(Config(), alone), DEFAULTS, [combinations.ELASTIC])
             continue
         with_values(Config(), dict([value_for(first)]))
