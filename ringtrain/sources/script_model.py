@@ -30,7 +30,7 @@ from ringtrain.run import devices
 from ringtrain.run.context import Process
 from ringtrain.sources.unlike import unlike_one_process
 from ringtrain.strategies.ring import OF_OPTIMIZER, Ring
-from ringtrain.strategies.rows import explain_shapes
+from ringtrain.strategies.rows import errors_named, explain_shapes
 
 
 def build_for_ranks(process: Process, model: keras.Model, train: Any, batch_size: int) -> list[str]:
@@ -87,7 +87,8 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
     if isinstance(train, data.Stream):
         batch = train.dataset.element_spec  # unknown sizes stay unknown, and no batch is read
     else:
-        batch = train.rows(0, min(len(train), num_rows))
+        with errors_named("ringtrain.fit"):
+            batch = train.rows(0, min(len(train), num_rows))
     # Keras' way to build does not fit a train_step whose data are not those of the model's call.
     is_built = type(model).call is not keras.Model.call and _builds_by_call(model, batch)
     if len(optimizers) > 1 or not is_built:
