@@ -88,7 +88,7 @@ def test_a_host_that_failed_twice_is_left_out(three_hosts: lab.Lab, tmp_path: Pa
     assert ended.returncode == 0, ended.stdout + ended.stderr
     result = summary(tmp_path)
     assert (result["restarts"], result["num_ranks"]) == (2, ranks)
-    assert result["numbers"]["global_batch_size"] == 64 and result["global_step"] == 44
+    assert result["numbers"]["global_batch_size"] == 64 and result["global_step"] == 46
     assert [cause.partition(" (signal")[0] for cause in result["restart_causes"]] == [
         "rank 1 on host2 was killed by SIGKILL"
     ] * 2

@@ -15,7 +15,7 @@ from launching import BIN, ROOT, run
 from ringtrain.run import checkpoint
 
 OPTIONS = ["--data.name", "digits", "--train.epochs", "2", "--checkpoint.every-steps", "6", "--run.name", "run"]
-NUM_STEPS = 44
+NUM_STEPS = 46
 
 
 def train(folder: Path, chaos: str, *launch: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

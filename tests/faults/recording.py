@@ -91,7 +91,7 @@ def trained_by_epoch(folder: Path, events: Sequence[Mapping[str, Any]], batch_si
         samples = [_samples_by_step(folder, event, begun) for event in of_ranks.values()]
         first = of_ranks[min(of_ranks)]
         for step in range(first["global_step"] + 1, upto + 1):
-            epoch, index = divmod(step - 1, NUM_TRAIN // batch_size)
+            epoch, index = divmod(step - 1, math.ceil(NUM_TRAIN / batch_size))
             got = [each[step] for each in samples if step in each]
             lost = [each for each in samples if step not in each]
             assert not any(later > step for each in lost for later in each), f"step {step} was not recorded"
@@ -99,7 +99,8 @@ def trained_by_epoch(folder: Path, events: Sequence[Mapping[str, Any]], batch_si
             counted.setdefault(epoch, Counter()).update(trained)
             if lost:
                 assert generation != last["generation"]
-                whole = row_order.epoch_order(NUM_TRAIN, batch_size, 0, epoch)[index].tolist()
+                order = row_order.permutation(NUM_TRAIN, 0, epoch)
+                whole = order[index * batch_size : (index + 1) * batch_size].tolist()
                 counted[epoch].update(set(whole) - set(trained))
         generation, upto = first["after"], first["global_step"]
     return counted
