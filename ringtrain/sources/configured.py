@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ringtrain import data, models
 from ringtrain.config import Config, with_values
 from ringtrain.derived import derive, num_shards
-from ringtrain.errors import ConfigError, DataError
+from ringtrain.errors import ConfigError
 from ringtrain.run import devices, identity, setup
 from ringtrain.run.context import Job, Process
 from ringtrain.run.from_checkpoint import FromCheckpoint
@@ -61,15 +61,17 @@ def _job(process: Process, named: setup.Named, found: data.DataSet | data.FitArg
 
     from ringtrain import hvd
     from ringtrain.sources import script, script_model
+    from ringtrain.strategies.rows import data_of
 
     config, together = process.config, process.together
     name, size = config.data.name, together(lambda: num_shards(config, process.strategy.num_copies))
     rows = config.train.batch_size * size
-    given = data.FitArguments() if isinstance(found, data.DataSet) else found
-    given = dataclasses.replace(given, epochs=config.train.epochs, seed=config.seed)
+    given = data.FitArguments(epochs=config.train.epochs)
+    if isinstance(found, data.FitArguments):
+        found = given = dataclasses.replace(found, epochs=config.train.epochs, seed=config.seed)
 
     # Data, and the numbers that follow from them.
-    data_set = together(lambda: _data_of(config, found, given, rows))
+    data_set = together(lambda: data_of(config, found, rows))
     train, test = data_set.train, data_set.test
     validation = script.validation_of(given, test, rows, "test_")
     _check_monitor(config, len(test) > 0, validation.epochs is None)
@@ -131,41 +133,6 @@ def _size(part: data.Split) -> str:
     if isinstance(part, data.Stream):
         return f"{len(part):,} batches"
     return f"{len(part):,}"
-
-
-def _data_of(
-    config: Config, found: data.DataSet | data.FitArguments, given: data.FitArguments, rows: int
-) -> data.DataSet:
-    """Training and test data in steps of `rows` rows."""
-    from ringtrain.strategies.rows import errors_named
-
-    if isinstance(found, data.DataSet):
-        return dataclasses.replace(found, train=_first(config, found.train), test=_first(config, found.test))
-    name = config.data.name
-    if config.model.loss == models.OF_CLASSES and not config.data.num_classes and ":" not in config.model.name:
-        raise ConfigError(
-            f"data.num_classes: expected the number of classes of {name}, for the outputs of {config.model.name}"
-        )
-    with errors_named(name):
-        try:
-            train, test = data.inputs(given, rows)
-            if isinstance(train, data.NumberedRows) and given.steps_per_epoch:
-                raise DataError("got steps_per_epoch with arrays: leave it out")
-            train, test = _first(config, train), _first(config, test)
-            shape, num_targets = data.shapes_of(train)
-        except ValueError as error:  # of Keras, such as different numbers of rows, or text
-            raise DataError(f"{name}: {' '.join(str(error).split())}") from error
-    return data.DataSet(train, test, config.data.num_classes or num_targets, shape)
-
-
-def _first(config: Config, split: Any) -> Any:
-    """The first data.max_samples rows of a split, if there is such a limit."""
-    most = config.data.max_samples
-    if not most or isinstance(split, data.NoSamples):
-        return split
-    if not isinstance(split, data.NumberedRows):
-        raise DataError("data.max_samples: the data bring their own batches: leave it out")
-    return split.first(most)
 
 
 def _check_monitor(config: Config, has_test: bool, is_each_epoch: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import keras
 import numpy as np
@@ -83,6 +83,7 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
         )
     distribute(process, optimizers, "ringtrain.fit")
     train_step.be_traced_anew(model)
+    process.strategy.create_variables(model, train)
     num_rows = max(2, batch_size // hvd.size())
     if isinstance(train, data.Stream):
         batch = train.dataset.element_spec  # unknown sizes stay unknown, and no batch is read
@@ -99,7 +100,7 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
             raise
         model.built = True
     _note_untracked(process, model)
-    cast(Ring, process.strategy).share_rows(model, batch)
+    process.strategy.share_rows(model, batch)
     if process.strategy.shares_state:
         return unlike_one_process(model, process.config.train.virtual_ranks > 0)
     if hvd.size() == 1:
@@ -201,6 +202,8 @@ def compile_by_xla(process: Process, model: keras.Model, train: data.NumberedRow
 
 def _compile_gradients(process: Process, model: keras.Model, train: data.NumberedRows | data.Stream) -> None:
     """Compiles forward and backward pass; raises RingtrainError if they cannot be."""
+    if not isinstance(process.strategy, Ring):
+        raise RingtrainError("only strategies ring and mpi-ring compile them: leave it out")
     if process.strategy.shares_state:
         raise RingtrainError("virtual ranks and elastic jobs divide the step otherwise: leave it out")
     if isinstance(train, data.Stream):

@@ -5,8 +5,7 @@ This module does not import TensorFlow: unsupported options are reported before 
 base:             base class: what a run asks of a strategy, and the proof line at its end
 elastic:          ring whose ranks join and leave
 ring:             one process per rank: ring over Horovod, mpi-ring over mpi4py
-samples:          training on samples with integer classes: each rank its shard of a global batch
-rows:             training on arrays and streams of batches, for ring
+rows:             data of the configuration, and training on arrays and streams of batches, for ring
 mirrored:         towers and multi-worker: TensorFlow's strategies
 parameter_server: ps-sync and ps-async
 """
@@ -45,6 +44,8 @@ class Kind:
     has_servers: bool = False
     """whether rank 0 coordinates servers and workers, and trains alone"""
     is_one_process: bool = False
+    trains_streams: bool = True
+    """whether it trains batches of a tf.data.Dataset, PyDataset or generator, besides numbered rows"""
 
     def launch_words(self, copies: int, servers: int) -> list[str]:
         """Options of ringtrain launch for this many copies of the model, and servers if it uses any."""
@@ -61,10 +62,10 @@ def _class(path: str) -> Callable[..., Strategy]:
 STRATEGIES = {
     "ring": Kind(_class("ring:Ring"), collectives=""),
     "mpi-ring": Kind(_class("ring:Ring")),
-    "towers": Kind(_class("mirrored:Towers"), is_one_process=True),
-    "multi-worker": Kind(_class("mirrored:MultiWorker")),
-    "ps-async": Kind(_class("parameter_server.asynchronous:Asynchronous"), ALONE, has_servers=True),
-    "ps-sync": Kind(_class("parameter_server.synchronous:Synchronous"), ALONE, has_servers=True),
+    "towers": Kind(_class("mirrored:Towers"), is_one_process=True, trains_streams=False),
+    "multi-worker": Kind(_class("mirrored:MultiWorker"), trains_streams=False),
+    "ps-async": Kind(_class("parameter_server.asynchronous:Asynchronous"), ALONE, True, trains_streams=False),
+    "ps-sync": Kind(_class("parameter_server.synchronous:Synchronous"), ALONE, True, trains_streams=False),
 }
 """strategy.name, and what it means; the configuration lists the names as choices"""
 

@@ -35,7 +35,6 @@ class Strategy:
         copies_name: Plural noun for the copies in messages.
         over_grpc: Whether ranks use gRPC, which has no authentication: see docs/launching.md.
         ranks_change: Whether ranks join and leave during training. Until they agree, others may be training.
-        trains_rows: Whether it trains data that `ringtrain.fit` takes, besides samples with integer classes.
         trains_here: Whether this process computes gradients, whose phases can be measured.
         has_gradient_norm: Whether the norm of the reduced gradients can be read.
         shares_state: Whether moving statistics, seeds and metrics are equal on all ranks after every step.
@@ -48,7 +47,6 @@ class Strategy:
     copies_name = "ranks"
     over_grpc = False
     ranks_change = False
-    trains_rows = False
     trains_here = True
     has_gradient_norm = True
     other_hosts: Sequence[str] = ()
@@ -98,8 +96,20 @@ class Strategy:
         """Wraps an optimizer so that it averages gradients over all copies of the model."""
         raise NotImplementedError
 
-    def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
-        """Prepares a compiled model for its first step; does nothing here."""
+    def create_variables(self, model: keras.Model, train: Any) -> None:
+        """Creates variables of a compiled model that Keras would create elsewhere, later; there are none here.
+
+        Args:
+            train: Data to train.
+        """
+
+    def share_rows(self, model: keras.Model, batch: Any) -> None:
+        """Prepares a model for a state that all ranks share; does nothing here.
+
+        Args:
+            model: Compiled and built.
+            batch: A batch of its data, or its specs.
+        """
 
     # ---- training and after it ---------------------------------------------------------------------------------------
 

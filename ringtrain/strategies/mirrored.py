@@ -7,8 +7,10 @@ the model's train_step on each copy.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +20,13 @@ import tensorflow as tf
 from keras.src.losses.loss import scale_loss_for_distribution
 from numpy.typing import NDArray
 
-from ringtrain import hvd
+from ringtrain import data, hvd
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError, DeviceError
 from ringtrain.hvd.distributed import distribute
 from ringtrain.hvd.keras_patches import set_untracked
 from ringtrain.run import devices
-from ringtrain.strategies import samples
+from ringtrain.strategies import rows
 from ringtrain.strategies.base import StepsOf, Strategy
 from ringtrain.strategies.parameter_server import cluster
 
@@ -32,9 +34,16 @@ if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
 
 
-class SumReduction:
-    """Sums gradients over copies before clipping, like hvd's Reduction; Keras divides the loss, so it is the mean."""
+class SumReduction(threading.local):
+    """Sums gradients over copies before clipping, like hvd's Reduction; Keras divides the loss, so it is the mean.
 
+    Each copy's step is traced in a thread of its own.
+
+    Attributes:
+        share: Of a copy in the batch; see `hvd.weigh_gradients`.
+    """
+
+    share: Any = None
     op = hvd.Average
     accumulated_scale = 1.0
     process_set = hvd.global_process_set
@@ -67,16 +76,14 @@ class SumReduction:
         return {"op": "averaged", "by": type(self.strategy).__name__}
 
 
-def create_variables(model: keras.Model, strategy: Strategy, input_shape: tuple[int, ...], num_classes: int) -> None:
-    """Creates the variables that Keras would create in the first step, each in the right scope."""
-    if not model.optimizer.built:
-        with strategy.scope():
+def create_variables(model: keras.Model, strategy: Strategy, train: data.NumberedRows) -> None:
+    """Creates a strategy's variables. Those of metrics follow outside of its scope: they are local to this process."""
+    with strategy.scope():
+        if not model.built:
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(train.rows(0, 1))
+            keras.backend.compute_output_spec(model, x)
+        if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-    # Metrics are local to this process. Created in a step, they would be the strategy's and summed when read.
-    model.compute_metrics(
-        tf.zeros([1, *input_shape]), tf.zeros([1], tf.int64), tf.zeros([1, num_classes]), sample_weight=None
-    )
-    model.reset_metrics()
     model.steps_per_execution = 1  # a step here is a call of its own
     set_untracked(model, _distribute_strategy=None)  # evaluate runs on one copy, without the strategy
 
@@ -95,23 +102,40 @@ class Mirrored(Strategy):
         distributed: keras.optimizers.Optimizer = distribute(optimizer, summed, 1)
         return distributed
 
-    def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
-        create_variables(model, self, input_shape, num_classes)
+    def create_variables(self, model: keras.Model, train: data.NumberedRows) -> None:
+        rows.check_parts(self.config, len(train), self.num_copies, self.copies_name)
+        create_variables(model, self, train)
 
     @contextlib.contextmanager
     def training(self, run: RunContext) -> Iterator[StepsOf]:
+        parts = data.Parts.of_rank(run.rank, run.size, self.num_copies)
+        train: Any = run.data_set.train
+        batches_of = data.RowBatches(train, run.numbers.samples_per_step, parts, run.config.seed)
+        optimizers = hvd.optimizers_of(run.model)
         local = self.strategy.experimental_local_results
 
+        def on_copy(share: Any, batch: Any) -> Any:
+            for optimizer in optimizers:
+                hvd.weigh_gradients(optimizer, share)
+            return run.model.train_step(batch)
+
         @tf.function(autograph=False)
-        def step(data: Any) -> Any:
-            logs = self.strategy.run(run.model.train_step, args=(data,))
+        def step(batches: Iterator[Any]) -> Any:
+            batch, shares, sizes = next(batches), None, self.copies
+            if not batches_of.is_even:
+                (shares, sizes, _), batch = batch
+
+            def of_copy(context: Any) -> tuple[Any, Any]:
+                index = parts.numbers.index(context.replica_id_in_sync_group)
+                share = None if shares is None else shares[index]
+                return share, tf.nest.map_structure(lambda leaf: tf.split(leaf, sizes)[index], batch)
+
+            parts_of_batch = self.strategy.experimental_distribute_values_from_function(of_copy)
+            logs = self.strategy.run(on_copy, args=parts_of_batch)
             return {name: local(value)[-1] for name, value in logs.items()}  # those of the last copy cover all copies
 
-        yield samples.Steps(lambda batches: step(next(batches)), samples.shards(run), self.iterator)
-
-    def iterator(self, batches: tf.data.Dataset) -> Iterator[Any]:
-        """Iterator over batches, for `step`."""
-        return iter(batches)
+        with rows.errors_named(run.named_in_errors):
+            yield lambda epoch, first_step: map(step, itertools.repeat(batches_of(epoch, first_step)))
 
 
 class Towers(Mirrored):
@@ -148,10 +172,6 @@ class Towers(Mirrored):
 
     def placement(self, numbers: Numbers, pinning: devices.Pinning, hosts: Sequence[str]) -> dict[str, str]:
         return {"towers": f"{numbers.num_ranks} in one process on {hosts[0]}: {pinning}"}
-
-    def iterator(self, batches: tf.data.Dataset) -> Iterator[Any]:
-        """One batch per copy. Repeats forever: with an end, each step would first check every copy for it."""
-        return iter(self.strategy.distribute_datasets_from_function(lambda context: batches.repeat()))
 
 
 class MultiWorker(Mirrored):

@@ -41,7 +41,6 @@ class Ring(Strategy):
         step: Step that keeps the state of all ranks equal; None: each rank has seeds and moving statistics of its own.
     """
 
-    trains_rows = True
     step: Step | None = None
 
     def distribute(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
@@ -85,12 +84,6 @@ class Ring(Strategy):
         return virtual_ranks.SumsOverVirtualRanks(num_virtual)
 
     def share_rows(self, model: keras.Model, batch: Any) -> None:
-        """Prepares a model for a state that all ranks share, if they do.
-
-        Args:
-            model: Compiled and built.
-            batch: A batch of its data, or its specs.
-        """
         if self.config.train.virtual_ranks:
             num_shards(self.config, hvd.size())  # raises an error if there are more ranks
             virtual_ranks.refuse_unlike(model, batch)

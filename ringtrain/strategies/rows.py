@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import sys
 import traceback
@@ -10,17 +11,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import keras
 import tensorflow as tf
 
 import ringtrain
-from ringtrain import data, hvd
+from ringtrain import data, hvd, models
+from ringtrain.config import Config
 from ringtrain.errors import ConfigError, DataError
 from ringtrain.hvd import train_step
 from ringtrain.optim.step import Step
+from ringtrain.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    import keras
-
     from ringtrain.run.context import RunContext
 
 
@@ -30,6 +32,73 @@ OF_A_PART = (
     "layers and train_step get this rank's part of the first axis of each tensor of the batch: take the number of rows"
     " from the data, as by tf.shape(x)[0]"
 )
+
+
+def data_of(config: Config, found: data.DataSet | data.FitArguments, rows: int) -> data.DataSet:
+    """Training and test data that the configuration names, in steps of `rows` rows.
+
+    Raises:
+        ConfigError: The strategy does not train such data.
+        DataError: They are invalid.
+    """
+    data_set = _data_set(config, found, rows)
+    train = data_set.train
+    if not STRATEGIES[config.strategy.name].trains_streams:
+        leaves = []
+        if isinstance(train, data.NumberedRows):
+            leaves = keras.tree.flatten(train.rows(0, 1))
+        if not leaves or not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
+            raise ConfigError(
+                f"strategy.name: {config.strategy.name} trains arrays and records of dense tensors, and"
+                f" {config.data.name} returns others: train with ring"
+            )
+    return data_set
+
+
+def _data_set(config: Config, found: data.DataSet | data.FitArguments, rows: int) -> data.DataSet:
+    if isinstance(found, data.DataSet):
+        return dataclasses.replace(found, train=_first(config, found.train), test=_first(config, found.test))
+    name = config.data.name
+    if config.model.loss == models.OF_CLASSES and not config.data.num_classes and ":" not in config.model.name:
+        raise ConfigError(
+            f"data.num_classes: expected the number of classes of {name}, for the outputs of {config.model.name}"
+        )
+    with errors_named(name):
+        try:
+            train, test = data.inputs(found, rows)
+            if isinstance(train, data.NumberedRows) and found.steps_per_epoch:
+                raise DataError("got steps_per_epoch with arrays: leave it out")
+            train, test = _first(config, train), _first(config, test)
+            shape, num_targets = data.shapes_of(train)
+        except ValueError as error:  # of Keras, such as different numbers of rows, or text
+            raise DataError(f"{name}: {' '.join(str(error).split())}") from error
+    return data.DataSet(train, test, config.data.num_classes or num_targets, shape)
+
+
+def _first(config: Config, split: Any) -> Any:
+    """The first data.max_samples rows of a split, if there is such a limit."""
+    most = config.data.max_samples
+    if not most or isinstance(split, data.NoSamples):
+        return split
+    if not isinstance(split, data.NumberedRows):
+        raise DataError("data.max_samples: the data bring their own batches: leave it out")
+    return split.first(most)
+
+
+def check_parts(config: Config, num_rows: int, num_parts: int, noun: str) -> None:
+    """Raises ConfigError if the last, smaller batch of an epoch has fewer rows than the parts that must have some.
+
+    Args:
+        noun: Plural of those that train the parts.
+    """
+    size = config.train.batch_size
+    rest = num_rows % (size * num_parts)
+    if 0 < rest < num_parts:
+        raise ConfigError(
+            f"train.batch_size: got {size} on {num_parts} {noun}, so that the last batch of an epoch has {rest} of"
+            f" {num_rows} rows: expected a size with which it has {num_parts} or more, as {config.strategy.name} needs"
+            " rows for each"
+        )
 
 
 class Rows:
