@@ -52,15 +52,15 @@ class Asynchronous(ParameterServers):
 
     def _on_a_worker(self, where: tf.Tensor) -> tf.Tensor:
         iterations = self.model.optimizer.iterations.value
-        inputs, labels, begun = self.batch(where)
-        with tf.control_dependencies([inputs]):
+        batch, share, begun = self.batch(where)
+        with tf.control_dependencies([begun]):
             version = iterations.read_value()
-            loss, outputs, gradients = self.gradients(inputs, labels)
+            loss, reported, gradients = self.gradients(batch)
         there = [one for one in tf.nest.flatten(gradients, expand_composites=True) if one is not None]
         with tf.control_dependencies(there):
             end_s, newest = tf.timestamp(), iterations.read_value()  # before this update is counted, in code order
         self.model.optimizer.apply(gradients, [v.value for v in self.model.trainable_variables])
-        return self.report([begun, end_s, newest - version, loss], labels, outputs)
+        return self.report([begun, end_s, newest - version, loss, share], reported)
 
     def thread_targets(self) -> Sequence[Callable[[], None]]:
         """One thread per step that may be scheduled in advance; it waits for the step's result."""

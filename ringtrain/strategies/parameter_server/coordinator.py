@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from numpy.typing import NDArray
 
-from ringtrain import hvd
+from ringtrain import data, hvd
 from ringtrain.config import Config
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
+from ringtrain.hvd import train_step
 from ringtrain.hvd.distributed import distribute
 from ringtrain.hvd.keras_patches import set_untracked
 from ringtrain.monitor import fault_injection, journal
@@ -37,8 +38,10 @@ if TYPE_CHECKING:
 
 AHEAD = 2
 """steps per worker that are scheduled in advance"""
-NUM_FACTS = 5
-"""values that a worker reports per batch besides labels and outputs"""
+NUM_FACTS = 7
+"""values that a worker reports per batch besides targets and outputs"""
+LOSS, SHARE, NUM_ROWS = 4, 5, 6
+"""places of three of them"""
 
 
 class NoReduction:
@@ -148,43 +151,65 @@ class ParameterServers(Strategy):
         """Reduction test: each worker sends its one-hot vector; returns the vectors that reach the optimizer."""
         raise NotImplementedError
 
-    def make_ready(self, model: keras.Model, input_shape: tuple[int, ...], num_classes: int) -> None:
-        if type(model).train_step is not TensorFlowTrainer.train_step:
+    def create_variables(self, model: keras.Model, train: data.NumberedRows) -> None:
+        if train_step.is_own(model):
             raise ConfigError(
                 f"strategy.name: {self.config.strategy.name} makes steps of its own, and {type(model).__name__} has a"
                 f" train_step: train it with ring"
             )
-        create_variables(model, self, input_shape, num_classes)
+        create_variables(model, self, train)
         counter = model.optimizer._iterations
         # Keras reads the counter and assigns it plus 1, which would count two concurrent updates as one.
         set_untracked(counter, assign_add=counter.value.assign_add)
-        self.model, self.input_shape = model, input_shape
+        self.model = model
         self.about["server_bytes"] = list(self.load)
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(train.rows(0, 1))
+        self.reported = (y, keras.backend.compute_output_spec(model, x), () if weights is None else weights)
+        """targets, outputs and weights of a row, in their nests"""
+        for leaf in tf.nest.flatten(self.reported):
+            if leaf is None or None in leaf.shape[1:]:
+                raise ConfigError(
+                    f"strategy.name: {self.config.strategy.name} reports targets and outputs as one vector, and rows of"
+                    f" {model.name} have some of shape {getattr(leaf, 'shape', None)}: train it with ring"
+                )
 
-    def batch(self, where: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Inputs, labels, and (worker index, request time) of a worker's next batch, in the graph that it runs."""
+    def batch(self, where: tf.Tensor) -> tuple[Any, Any, tf.Tensor]:
+        """A worker's next batch, its share, and (worker index, request time), in the graph that the worker runs."""
         (token,) = self.tokens
-        inputs, labels, begun = tf.raw_ops.PyFunc(input=[where], token=token, Tout=[tf.float32, tf.int64, tf.float64])
-        inputs.set_shape([self.config.train.batch_size, *self.input_shape])
-        labels.set_shape([self.config.train.batch_size])
+        nest = self.batches.dataset.element_spec
+        specs = tf.nest.flatten(nest)
+        *leaves, begun = tf.raw_ops.PyFunc(
+            input=[where], token=token, Tout=[*(spec.dtype for spec in specs), tf.float64]
+        )
+        for leaf, spec in zip(leaves, specs, strict=True):
+            leaf.set_shape(spec.shape)
         begun.set_shape([2])
-        return inputs, labels, begun
+        batch, share = tf.nest.pack_sequence_as(nest, leaves), 1.0
+        if not self.batches.is_even:
+            header, batch = batch
+            share = header.shares[0]
+        return batch, share, begun
 
     def where(self, position: int, step: int) -> tf.Tensor:
         """Argument of `batch`, see server.WorkerBatches."""
         return tf.constant(f"{position} {step} {self.folder}")
 
-    def gradients(self, inputs: Any, labels: Any) -> tuple[tf.Tensor, tf.Tensor, list[Any]]:
-        """Loss, outputs and gradients, as in a training step of Keras."""
+    def gradients(self, batch: Any) -> tuple[Any, Any, list[Any]]:
+        """Loss, targets with outputs and weights, and gradients, as in a training step of Keras."""
         model = self.model
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        options = {"training": True} if model._call_has_training_arg else {}
         with tf.GradientTape() as tape:
-            outputs = model(inputs, training=True)
-            loss = model.compute_loss(inputs, labels, outputs, None, training=True)
-        return loss, outputs, tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+            outputs = model(x, **options)
+            loss = model.compute_loss(x, y, outputs, weights, training=True)
+        gradients = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+        return loss, (y, outputs, () if weights is None else weights), gradients
 
     @contextlib.contextmanager
     def training(self, run: RunContext) -> Iterator[StepsOf]:
         self.folder, self.global_step = run.folder, run.clock.global_step
+        train: Any = run.data_set.train
+        self.batches = server.row_batches(run.config, train, 0, self.num_workers)
         self.fault_injectors = self._of_servers(run)
         # No pool of threads, which would wait for steps of lost workers.
         threads = [threading.Thread(target=target, daemon=True) for target in self.thread_targets()]
@@ -220,24 +245,29 @@ class ParameterServers(Strategy):
         """Runs steps of one epoch and yields the metrics after each."""
         raise NotImplementedError
 
-    def report(self, facts: Sequence[Any], labels: Any, outputs: Any) -> tf.Tensor:
+    def report(self, facts: Sequence[Any], reported: Any) -> tf.Tensor:
         """Worker's report on a batch: one float64 vector, since each tensor would be a separate message.
 
         Args:
-            facts: Scalars or vectors: worker index, start and end of computing in Unix time, updates in between, loss.
-            labels: int64 [batch_size].
-            outputs: [batch_size, num_classes].
+            facts: Scalars or vectors: worker index, start and end of computing in Unix time, updates in between, loss,
+                share.
+            reported: Targets, outputs and weights.
         """
-        return tf.concat([tf.reshape(tf.cast(part, tf.float64), [-1]) for part in (*facts, labels, outputs)], 0)
+        rows = tf.nest.flatten(reported)
+        parts = [*facts, tf.shape(rows[0])[0], *rows]
+        return tf.concat([tf.reshape(tf.cast(part, tf.float64), [-1]) for part in parts], 0)
 
     @tf.function(autograph=False, reduce_retracing=True)
     def observe(self, report: Any) -> dict[str, Any]:
         """Updates the coordinator's metrics from a worker's report."""
-        model, batch_size = self.model, self.config.train.batch_size
-        loss, labels = report[NUM_FACTS - 1], tf.cast(report[NUM_FACTS : NUM_FACTS + batch_size], tf.int64)
-        outputs = tf.cast(tf.reshape(report[NUM_FACTS + batch_size :], [batch_size, -1]), tf.float32)
-        model._loss_tracker.update_state(loss, sample_weight=batch_size)
-        results: dict[str, Any] = model.compute_metrics(None, labels, outputs, sample_weight=None)
+        model, num_rows, rows = self.model, tf.cast(report[NUM_ROWS], tf.int32), tf.nest.flatten(self.reported)
+        sizes = [num_rows * math.prod(row.shape[1:]) for row in rows]
+        parts = []
+        for values, row in zip(tf.split(report[NUM_FACTS:], sizes), rows, strict=True):
+            parts.append(tf.cast(tf.reshape(values, [-1, *row.shape[1:]]), row.dtype))
+        y, outputs, weights = tf.nest.pack_sequence_as(self.reported, parts)
+        model._loss_tracker.update_state(report[LOSS], sample_weight=num_rows)
+        results: dict[str, Any] = model.compute_metrics(None, y, outputs, weights if weights != () else None)
         return results
 
     def count(self, report: NDArray[np.float64]) -> dict[str, Any]:

@@ -1,12 +1,13 @@
-"""Process of a parameter server or a worker: TensorFlow's server, and for a worker its samples.
+"""Process of a parameter server or a worker: TensorFlow's server, and for a worker its rows.
 
-The coordinator builds the graphs of the steps. A worker's samples come from a Python function of this process, which
-the coordinator's graph calls by its name (token) in TensorFlow's table of such functions.
+The coordinator builds the graphs of the steps. A worker's rows come from a Python function of this process, which the
+coordinator's graph calls by its name (token) in TensorFlow's table of such functions.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from ringtrain import data
 from ringtrain.config import Config
 from ringtrain.derived import derive
-from ringtrain.errors import ConfigError, RingtrainError
+from ringtrain.errors import RingtrainError
 from ringtrain.models import lazy_keras
 from ringtrain.monitor import fault_injection, journal
 from ringtrain.protocol.attempt import Attempt
@@ -87,6 +88,7 @@ def _exit_with_the_rank(lifeline: Connection) -> None:
 
 def _serve(task: Task, send: Callable[[Any], None]) -> Ready:
     from ringtrain.run import setup, tracking
+    from ringtrain.strategies import rows
 
     role, index = task.roles.of(task.rank)
     host = socket.gethostname()
@@ -98,13 +100,10 @@ def _serve(task: Task, send: Callable[[Any], None]) -> Ready:
     # Function before server, which accepts steps immediately; server before data, while its port is still free.
     batches = WorkerBatches(task, index, send)
     token, devices_text = batches.register(), start(task.roles, role, index, pinning)
-    data_set = setup.find(config).read_data()
-    global_batch_size = config.train.batch_size * len(task.roles.workers)
-    if global_batch_size > len(data_set.train):
-        raise ConfigError(
-            f"train.batch_size: got {config.train.batch_size}, and {len(task.roles.workers)} workers, which are"
-            f" {global_batch_size} samples at a time: expected no more than the {len(data_set.train)} that there are"
-        )
+    setup.set_dtypes(config)
+    num_workers = len(task.roles.workers)
+    data_set = rows.data_of(config, setup.find(config).read(), config.train.batch_size * num_workers)
+    rows.check_parts(config, len(data_set.train), num_workers, "workers")
     batches.begin(data_set)
     return Ready(host, token, consistency.of_code(config, tracking.versions()) | data.checksums(data_set), devices_text)
 
@@ -134,14 +133,20 @@ def restrict(settings: Any, pinning: devices.Pinning) -> None:
         own.experimental.virtual_devices.add(memory_limit_mb=[pinning.memory_mb])
 
 
+def row_batches(config: Config, train: Any, index: int, num_workers: int) -> data.RowBatches:
+    """Rows of a worker: its part of each global batch of all workers."""
+    parts = data.Parts.of_rank(index, num_workers)
+    return data.RowBatches(train, config.train.batch_size * num_workers, parts, config.seed)
+
+
 class WorkerBatches:
-    """Batches of a worker, one per call. Its shard is that of rank `index` in a job with one rank per worker."""
+    """Batches of a worker, one per call."""
 
     def __init__(self, task: Task, index: int, send: Callable[[Any], None]) -> None:
         self.task, self.index, self.send = task, index, send
         self.lock, self.has_data = threading.Lock(), threading.Event()
         self.skipped: frozenset[str] = frozenset()
-        self.batches: Iterator[tuple[NDArray[Any], NDArray[Any]]] | None = None
+        self.batches: Iterator[Any] | None = None
         self.fault_injector: fault_injection.FaultInjector | None = None
 
     def begin(self, data_set: data.DataSet) -> None:
@@ -150,37 +155,43 @@ class WorkerBatches:
         self.has_data.set()
 
     def __call__(self, where: bytes) -> list[NDArray[Any]]:
-        """Next batch: inputs, labels, and float64 [2] of the worker's index and the Unix time of the call.
+        """Tensors of the next batch, and float64 [2] of the worker's index and the Unix time of the call.
 
         Args:
-            where: Three words: index of the first batch in this worker's shard of the run (used in a process' first
-                call only), completed steps of the run, run folder.
+            where: Three words: index of the worker's first batch in the run (used in a process' first call only),
+                completed steps of the run, run folder.
         """
+        import tensorflow as tf
+
+        from ringtrain.strategies.rows import errors_named
+
         facts = np.array([self.index, time.time()])
         self.has_data.wait()
         position, step, folder = where.split(b" ", 2)
         with self.lock:
-            config, roles = self.task.config, self.task.roles
+            config = self.task.config
             if self.batches is None or self.fault_injector is None:
-                # Practically endless: fast workers compute more batches than others.
-                epochs = (config.train.epochs + 1) * (len(roles.workers) + 1)
-                size, batch_size = len(roles.workers), config.train.batch_size
-                batches = data.training_batches(
-                    self.data_set.train, batch_size, self.index, size, config.seed, epochs, int(position)
-                )
-                self.batches = batches.as_numpy_iterator()
+                self.batches = self._batches_from(int(position))
                 self.fault_injector = self._make_fault_injector(Path(os.fsdecode(folder)))
             self.fault_injector.after_step(int(step), None)
-            inputs, labels = next(self.batches)
             try:
-                self.data_set.raise_unreadable()
+                with errors_named(config.data.name):
+                    batch = next(self.batches)
             except RingtrainError as error:
                 self.send(("failed", type(error), str(error)))
                 threading.Event().wait()  # until the process exits: there is no batch to return
             if self.data_set.skipped != self.skipped:
                 self.skipped = self.data_set.skipped
                 self.send(("skipped", set(self.skipped)))
-            return [inputs, labels, facts]
+            return [*(leaf.numpy() for leaf in tf.nest.flatten(batch)), facts]
+
+    def _batches_from(self, position: int) -> Iterator[Any]:
+        """Batches from one of the run on, without an end: fast workers compute more than others."""
+        batches = row_batches(self.task.config, self.data_set.train, self.index, len(self.task.roles.workers))
+        first_epoch, step = divmod(position, batches.steps)
+        yield from batches(first_epoch, step)
+        for epoch in itertools.count(first_epoch + 1):
+            yield from batches(epoch)
 
     def register(self) -> str:
         """Adds the function to TensorFlow's table; returns its name, equal in all processes that add it first."""
@@ -188,7 +199,7 @@ class WorkerBatches:
 
         tf.config.set_visible_devices([], "GPU")
         with tf.Graph().as_default() as self.graph:  # the graph keeps the function alive
-            outputs = tf.numpy_function(self, [tf.constant("")], [tf.float32, tf.int64, tf.float64])
+            outputs = tf.numpy_function(self, [tf.constant("")], [tf.float64])
         return str(outputs[0].op.get_attr("token").decode())
 
     def _make_fault_injector(self, folder: Path) -> fault_injection.FaultInjector:
@@ -199,5 +210,6 @@ class WorkerBatches:
             copies = 1
         else:
             copies = len(roles.workers) - config.strategy.backup_workers
-        numbers = derive(config, copies, len(self.data_set.train), len(self.data_set.test))
+        num_rows = config.train.batch_size * copies
+        numbers = derive(config, copies, len(self.data_set.train), len(self.data_set.test), num_rows)
         return fault_injection.FaultInjector(faults, rank, *numbers.lengths, folder, events)

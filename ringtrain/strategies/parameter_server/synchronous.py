@@ -13,9 +13,10 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from ringtrain.config import Config
+from ringtrain.hvd.reduction import scaled
 from ringtrain.run import devices
 from ringtrain.strategies.parameter_server.cluster import LOOK_S, RankGroup
-from ringtrain.strategies.parameter_server.coordinator import ParameterServers
+from ringtrain.strategies.parameter_server.coordinator import SHARE, ParameterServers
 
 
 class Synchronous(ParameterServers):
@@ -40,28 +41,34 @@ class Synchronous(ParameterServers):
         for worker in range(self.copies):
             with tf.device(f"/job:worker/task:{worker}"):
                 vectors.append([tf.one_hot(worker, self.copies)])
-        return np.stack([self._means(vectors, ["/job:ps/task:0"])[0].numpy()])
+        return np.stack([self._means(vectors, self.copies, ["/job:ps/task:0"])[0].numpy()])
 
     def _on_a_worker(self, where: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
-        inputs, labels, begun = self.batch(where)
-        with tf.control_dependencies([inputs]):
-            loss, outputs, gradients = self.gradients(inputs, labels)
-        dense = [None if one is None else tf.convert_to_tensor(one) for one in gradients]
+        batch, share, begun = self.batch(where)
+        with tf.control_dependencies([begun]):
+            loss, reported, gradients = self.gradients(batch)
+        dense = [None if one is None else tf.convert_to_tensor(scaled(one, share)) for one in gradients]
         with tf.control_dependencies([one for one in dense if one is not None]):
             end_s = tf.timestamp()
-        return self.report([begun, end_s, 0, loss], labels, outputs), dense
+        return self.report([begun, end_s, 0, loss, share], reported), dense
 
-    def _together(self, of_workers: Any) -> None:
+    def _together(self, of_workers: Any, total: tf.Tensor) -> None:
         variables = [variable.value for variable in self.model.trainable_variables]
-        means = self._means(of_workers, [one.device for one in variables])
+        means = self._means(of_workers, total, [one.device for one in variables])
         self.strategy.run(self.model.optimizer.apply, args=(means, variables))  # Keras requires it
 
-    def _means(self, of_workers: Any, places: Sequence[str]) -> list[Any]:
-        """Means over workers, summed in their order, each on the device of its weight."""
+    def _means(self, of_workers: Any, total: Any, places: Sequence[str]) -> list[Any]:
+        """Means over workers, summed in their order, each on the device of its weight.
+
+        total: Sum of the shares by which the gradients are weighed.
+        """
         means = []
         for place, parts in zip(places, zip(*of_workers, strict=True), strict=True):
             with tf.device(place):
-                means.append(None if parts[0] is None else sum(parts[1:], parts[0]) / len(parts))
+                mean = None
+                if parts[0] is not None:
+                    mean = sum(parts[1:], parts[0]) / tf.cast(total, parts[0].dtype)
+                means.append(mean)
         return means
 
     def begin(self) -> devices.Pinning:
@@ -121,7 +128,8 @@ class Synchronous(ParameterServers):
                 if self.failure:
                     raise self.failure
                 first = sorted(self.arrived, key=lambda each: each[0])
-            self.update([gradients for _, _, gradients in first])
+            total = sum(report[SHARE] for _, report, _ in first)
+            self.update([gradients for _, _, gradients in first], tf.constant(total, tf.float64))
             self.global_step += 1
             for _, report, _ in first:
                 logs = self.count(report)
