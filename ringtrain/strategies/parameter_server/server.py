@@ -210,6 +210,5 @@ class WorkerBatches:
             copies = 1
         else:
             copies = len(roles.workers) - config.strategy.backup_workers
-        num_rows = config.train.batch_size * copies
-        numbers = derive(config, copies, len(self.data_set.train), len(self.data_set.test), num_rows)
+        numbers = derive(config, copies, len(self.data_set.train), len(self.data_set.test))
         return fault_injection.FaultInjector(faults, rank, *numbers.lengths, folder, events)
