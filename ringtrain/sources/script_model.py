@@ -103,7 +103,7 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
     process.strategy.share_rows(model, batch)
     if process.strategy.shares_state:
         return unlike_one_process(model, process.config.train.virtual_ranks > 0)
-    if hvd.size() == 1:
+    if process.strategy.num_copies == 1:
         return []
     return unlike_one_process(model) + _arrays_of_each_rank(model)
 

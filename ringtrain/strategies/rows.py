@@ -95,9 +95,8 @@ def check_parts(config: Config, num_rows: int, num_parts: int, noun: str) -> Non
     rest = num_rows % (size * num_parts)
     if 0 < rest < num_parts:
         raise ConfigError(
-            f"train.batch_size: got {size} on {num_parts} {noun}, so that the last batch of an epoch has {rest} of"
-            f" {num_rows} rows: expected a size with which it has {num_parts} or more, as {config.strategy.name} needs"
-            " rows for each"
+            f"train.batch_size: got {size} on {num_parts} {noun}: the last batch of an epoch has {rest} of {num_rows}"
+            f" rows, expected {num_parts} or more, one for each: choose another size, or train with ring"
         )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
+import numpy as np
 
 
 def dropping(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
@@ -11,6 +14,25 @@ def dropping(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
     return keras.Sequential(
         [keras.Input(input_shape), *layers, keras.layers.Dropout(0.3), keras.layers.Dense(num_classes)]
     )
+
+
+def pairs() -> Any:
+    """Two inputs and two targets of a row; the last batch of 64 has 26 of 90 rows."""
+    draw = np.random.default_rng(0)
+    left, right = draw.normal(size=(90, 4)).astype("float32"), draw.normal(size=(90, 3)).astype("float32")
+    x = {"left": left, "right": right}
+    y = {"sum": left.sum(1) + right.sum(1), "larger": (left[:, 0] > right[:, 0]).astype("int32")}
+    return (x, y), (x, y)
+
+
+def of_pairs(input_shape: dict[str, tuple[int, ...]], num_classes: int) -> keras.Model:
+    inputs = {name: keras.Input(shape, name=name) for name, shape in input_shape.items()}
+    hidden = keras.layers.Dense(8, "tanh")(keras.layers.Concatenate()(list(inputs.values())))
+    outputs = {"sum": keras.layers.Dense(1)(hidden), "larger": keras.layers.Dense(2)(hidden)}
+    model = keras.Model(inputs, outputs)
+    losses = {"sum": "mse", "larger": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), losses, metrics={"larger": ["accuracy"]})
+    return model
 
 
 @keras.saving.register_keras_serializable("tests")

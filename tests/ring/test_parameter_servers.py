@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from ringtrain.strategies.parameter_server import cluster
 
 pytestmark = pytest.mark.launch
 
-STEPS, EPOCHS = 22, 2
+STEPS, EPOCHS = 23, 2
 OPTIONS = ["--data.name", "digits", "--model.name", "cnn", "--optimizer.clip-norm", "0.5"]
 OPTIONS += ["--train.epochs", EPOCHS, "--checkpoint.every-steps", "6", "--checkpoint.keep", "99", "--run.name", "run"]
 LIMIT_S = 300
@@ -34,7 +35,7 @@ def launch(
 ):
     start = [sys.executable, "-m", "ringtrain", "launch", "-H", f"localhost:{slots}", *roles, "--max-restarts", 2]
     train = [sys.executable, "-m", "ringtrain.train", *OPTIONS, "--run.directory", folder, *words]
-    return run(0, [*start, "--", *train], LIMIT_S, warm=warm)
+    return run(0, [*start, "--", *train], LIMIT_S, {"PYTHONPATH": str(Path(__file__).parent)}, warm=warm)
 
 
 def counted(folder: Path, step: int) -> int:
@@ -64,7 +65,7 @@ def test_all_workers_together_are_the_ring(ring: Path, tmp_path: Path) -> None:
     killed = [f"rank {rank} on {socket.gethostname()} was killed by SIGKILL" for rank in (0, 1)]
     assert [cause.partition(" (")[0] for cause in found["restart_causes"]] == killed
     assert found["metrics"] == pytest.approx(of_ring["metrics"], abs=1e-6)
-    for step in (6, 24, 44):
+    for step in (6, 24, 46):
         assert checksums(tmp_path, step)["state.npz"] == checksums(ring, step)["state.npz"]
     told = found["strategy"]
     assert told["dropped"] == [0, 0] and told["ranks_talk_by"] == "mpi4py" and len(told["servers"]) == 2
@@ -82,6 +83,18 @@ def test_all_workers_together_are_the_ring(ring: Path, tmp_path: Path) -> None:
     assert "<stderr>" not in ended.stdout and line.endswith(cluster.OPEN_TO_ALL)
 
 
+def test_nests_of_inputs_and_targets_train_as_in_the_ring(tmp_path: Path) -> None:
+    pairs = ["--data.name", "odd_model:pairs", "--model.name", "odd_model:of_pairs"]
+    servers = {"ring": (("-np", 2), 2), "ps-sync": (("--ps", 1, "--workers", 2), 3)}
+    found = {}
+    for name, (roles, slots) in servers.items():
+        ended = launch(tmp_path / name, *pairs, "--strategy.name", name, roles=roles, slots=slots)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        found[name] = summary(tmp_path / name)
+    assert found["ps-sync"]["checksum"] == found["ring"]["checksum"]
+    assert found["ps-sync"]["metrics"] == pytest.approx(found["ring"]["metrics"], abs=1e-5)
+
+
 @pytest.mark.parametrize("backup", [1, 0])
 def test_late_gradients_are_dropped_where_backup_workers_cover_them(tmp_path: Path, backup: int) -> None:
     """The second is the negative control: everybody waits for the slow one."""
@@ -90,7 +103,7 @@ def test_late_gradients_are_dropped_where_backup_workers_cover_them(tmp_path: Pa
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = summary(tmp_path)
     told, steps = found["strategy"], found["global_step"]
-    assert steps == EPOCHS * (1437 // (64 * (3 - backup)))
+    assert steps == EPOCHS * math.ceil(1437 / (64 * (3 - backup)))
     assert sum(told["updates"]) == steps * (3 - backup)
     slow = told["updates"][2]
     if backup:
@@ -108,7 +121,7 @@ def test_a_worker_that_dies_is_done_without_and_taken_back(tmp_path: Path) -> No
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = summary(tmp_path)
     told, steps = found["strategy"], found["global_step"]
-    assert found["restarts"] == 0 and steps == 4 * (1437 // 32) == sum(told["updates"])
+    assert found["restarts"] == 0 and steps == 4 * math.ceil(1437 / 32) == sum(told["updates"])
     (lost,) = told["workers_lost"]
     assert (lost["rank"], lost["why"]) == (2, "ended by SIGKILL") and lost["back_s"] > lost["lost_s"]
     assert told["updates"][1] > 30  # at its death there were no more than 25, of both
@@ -122,7 +135,7 @@ def test_updates_under_way_at_a_stop_are_no_steps_of_the_run(tmp_path: Path) -> 
     words = ["--strategy.name", "ps-async", "--model.name", "mlp", "--chaos", "rank=0 step=60 mode=sigterm"]
     ended = launch(tmp_path, *words, roles=("--ps", 2, "--workers", 3), slots=5)
     assert ended.returncode == 143, ended.stdout + ended.stderr
-    stopped, steps = summary(tmp_path)["global_step"], EPOCHS * (1437 // 32)
+    stopped, steps = summary(tmp_path)["global_step"], EPOCHS * math.ceil(1437 / 32)
     assert 60 <= stopped < steps and counted(tmp_path, stopped) >= stopped
     ended = launch(tmp_path, *words, roles=("--ps", 2, "--workers", 3), slots=5)
     assert ended.returncode == 0, ended.stdout + ended.stderr
