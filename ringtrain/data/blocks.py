@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 from numpy.typing import NDArray
 
 from ringtrain.data.data_files import IMAGES, DataFile
-from ringtrain.errors import DataError
 
 MAX_ROWS, MAX_BYTES = 4096, 8 << 20
 """a block of successive rows ends with the row that reaches one of them"""
@@ -32,13 +31,25 @@ class Block(NamedTuple):
     """bytes of the rows in the file; 0: a row group"""
 
     @property
+    def is_image(self) -> bool:
+        return self.file.name.lower().endswith(IMAGES)
+
+    @property
     def name(self) -> str:
         """Name of the block in messages."""
-        if self.file.name.lower().endswith(IMAGES):
+        if self.is_image:
             return str(self.file)
         if self.end:
             return f"{self.file}: records from {self.number} on"
         return f"{self.file}: row group {self.number}"
+
+    def name_of(self, row: int) -> str:
+        """Name of one of its rows in messages."""
+        if self.is_image:
+            return self.name
+        if self.end:
+            return f"{self.file}: record {self.number + row}"
+        return f"{self.name}: row {row}"
 
 
 class Files(Protocol):
@@ -71,23 +82,17 @@ def blocks_of(file: DataFile, starts: Sequence[int]) -> list[Block]:
 
 @dataclass
 class Unreadable:
-    """Samples and files that this process cannot read."""
+    """Rows and blocks that this process cannot read."""
 
     skip: bool
-    """Whether to skip and count them; otherwise they end training."""
+    """whether to skip and count them; otherwise they end training"""
     skipped: set[str] = field(default_factory=set)
-    """Names of samples and files."""
+    """names of rows"""
     numbers: set[int] = field(default_factory=set)
-    """Numbers of the samples among them that have one."""
-    error: DataError | None = None
+    """of blocks"""
 
     def add(self, name: str, problem: str) -> None:
-        """Records an unreadable sample or file by its location, `name`. Raises DataError unless it may be skipped."""
-        if not self.skip:
-            self.error = self.error or DataError(
-                f"{name}: {problem}: fix or remove it, or skip unreadable samples with --data.on-error skip"
-            )
-            raise self.error
+        """Counts a skipped row or block, and prints the first ones."""
         if name not in self.skipped and len(self.skipped) < LINES_ABOUT_SKIPPED:
             print(f"ringtrain: skipped {name}: {problem}", file=sys.stderr, flush=True)
         self.skipped.add(name)
@@ -96,4 +101,5 @@ class Unreadable:
 def text_of(error: Exception) -> str:
     """What an error of an operation says, in one line, without the operation's place in a graph."""
     text = re.sub(r"\{\{.*?\}\} ?| \[Op:.*", "", getattr(error, "message", str(error))).strip()
+    text = re.sub(r"^assertion failed: \[(.*)\]", r"\1", text)
     return text.partition("\n")[0].rstrip(".") or type(error).__name__

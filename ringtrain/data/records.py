@@ -241,7 +241,9 @@ class Records:
                 problem = self._problem_of(make, draw, np.array([row]))
                 if problem:
                     has_failing = True
-                    self._skip_row(row, f"transform fails: {problem}", bool(may_skip))
+                    if self.transform:
+                        problem = f"transform fails: {problem}"
+                    self._skip_row(row, problem, bool(may_skip))
         problem = self._problem_of(make, draw, rows)
         if problem:
             raise DamagedData(f"ringtrain.Records: transform fails for a batch, and for none of its rows: {problem}")
@@ -249,11 +251,12 @@ class Records:
 
     def _skip_row(self, row: int, problem: str, may_skip: bool) -> None:
         block = int(self._blocks_of(np.array(row)))
-        name = self.blocks[block].name
-        if self.blocks[block].num_rows > 1:
-            name += f": row {row - self.starts[block]}"
+        name = self.blocks[block].name_of(row - self.starts[block])
         if not may_skip:
-            raise DamagedData(f'{name}: {problem}: fix or remove it, or pass on_error="skip"')
+            raise DamagedData(
+                f'{name}: {problem}: fix or remove it, or skip such rows in training with on_error="skip"'
+                f" (--data.on-error skip)"
+            )
         self.unreadable.add(name, problem)
         self.unreadable_rows.add(row)
 
@@ -272,7 +275,7 @@ class Records:
         block = self.blocks[number]
         problem = str(error).removeprefix(block.name).removeprefix(": ").strip()
         self.unreadable.add(block.name, f"{block.num_rows:,} rows: {problem}")
-        self.unreadable.skipped.update(f"{block.name}: row {row}" for row in range(1, block.num_rows))
+        self.unreadable.skipped.update(block.name_of(row) for row in range(1, block.num_rows))
         self.unreadable.numbers.add(number)
 
     def _blocks_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:

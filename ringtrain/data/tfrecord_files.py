@@ -82,7 +82,9 @@ class TFRecordFiles:
         texts = self._texts(block)
         try:
             with tf.device("CPU"):
-                values = tf.io.parse_example(texts, self.features)
+                numbers = tf.range(block.number, block.number + block.num_rows)
+                names = tf.strings.join(["record ", tf.strings.as_string(numbers)])  # in error messages
+                values = tf.io.parse_example(texts, self.features, names)
         except tf.errors.OpError as error:
             raise DataError(f"{block.name} cannot be read: {_in_one_line(error)}") from error
         return {name: value.numpy() for name, value in values.items()}
