@@ -65,6 +65,10 @@ class DataFile(NamedTuple):
         return self.url.rpartition("/")[2]
 
     @property
+    def folder_name(self) -> str:
+        return self.url.rpartition("/")[0].rpartition("/")[2]
+
+    @property
     def is_remote(self) -> bool:
         return "://" in self.url
 
@@ -264,10 +268,14 @@ def _in_folder(path: str) -> list[str]:
     """A file, or those in a folder and the folders in it, also behind symbolic links."""
     if not os.path.isdir(path):
         return [path]
+
+    def refuse(error: OSError) -> None:  # os.walk would leave the folder out
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
     found: list[str] = []
     above: dict[str, set[str]] = {path: {os.path.realpath(path)}}
     """real names of a folder and of those in which it is"""
-    for folder, folders, names in os.walk(path, followlinks=True):
+    for folder, folders, names in os.walk(path, onerror=refuse, followlinks=True):
         found += [os.path.join(folder, name) for name in names]
         inside = {name: os.path.join(folder, name) for name in folders}
         folders[:] = [name for name, inner in inside.items() if os.path.realpath(inner) not in above[folder]]  # no loop

@@ -66,6 +66,9 @@ def _pictures(
     splits = []
     for is_train, of_split in zip((True, False), files, strict=True):
         read = Records(of_split, image, label, on_error=config.on_error, class_names=class_names)
+        empty = set(class_names or ()) - {block.file.folder_name for block in read.blocks}
+        if empty:
+            raise DataError(f"{of_split / min(empty)}: contains no image")
         decode = functools.partial(
             augment.pictures,
             num_rows=len(read),
@@ -118,7 +121,11 @@ def shards(folder: Path, stem: str) -> list[Path]:
     if odd:
         problem = "is missing" if odd[0] in expected else f"is not one of {total}"
         raise DataError(f"{folder / odd[0]}: {problem}: expected {expected[0]} to {expected[-1]} and no others")
-    return [folder / name for name in names]
+    paths = [folder / name for name in names]
+    for path in paths:
+        if not path.stat().st_size:
+            raise DataError(f"{path}: contains no record")
+    return paths
 
 
 def _classes_in(folder: Path) -> int:

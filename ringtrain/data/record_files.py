@@ -102,9 +102,9 @@ class ClassFolders:
         if missing:
             raise DataError(f"{files[0]}: is an image, which has no column {missing[0]}: expected {', '.join(TYPES)}")
         self.columns = columns
-        self.class_names = list(class_names or sorted({_folder_of(file) for file in files}))
+        self.class_names = list(class_names or sorted({file.folder_name for file in files}))
         self._classes = {name: number for number, name in enumerate(self.class_names)}
-        other = next((file for file in files if _folder_of(file) not in self._classes), None)
+        other = next((file for file in files if file.folder_name not in self._classes), None)
         if other:
             raise DataError(f"{other}: is in none of the folders {', '.join(self.class_names)}")
         self.blocks = [Block(file, 0, 1, 0, file.size) for file in files]
@@ -116,21 +116,17 @@ class ClassFolders:
 
     def checksum(self) -> int:
         """Checksum of the files' sizes and classes."""
-        return zlib.crc32(str([(block.end, _folder_of(block.file)) for block in self.blocks]).encode(errors="replace"))
+        return zlib.crc32(str([(block.end, block.file.folder_name) for block in self.blocks]).encode(errors="replace"))
 
     def read(self, block: Block) -> Columns:
         values: Columns = {}
         if "image" in self.columns:
             values["image"] = np.array([data_files.read_file(block.file, _content)], object)
         if "class" in self.columns:
-            values["class"] = np.array([self._classes[_folder_of(block.file)]], np.int64)
+            values["class"] = np.array([self._classes[block.file.folder_name]], np.int64)
         if "path" in self.columns:
             values["path"] = np.array([str(block.file)], object)
         return values
-
-
-def _folder_of(file: DataFile) -> str:
-    return file.url.rpartition("/")[0].rpartition("/")[2]
 
 
 def _content(opened: IO[bytes]) -> bytes:
