@@ -61,8 +61,16 @@ class Shard(NumberedRows):
         return Order(np.concatenate([*in_batches, *rest]), global_batch_size, size)
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
-        first, _ = self._parts[self.rank]
-        return self.own.batches(order.map(lambda epoch, numbers: (epoch, numbers - first)), batch_size, seed)
+        import tensorflow as tf
+
+        first, end = self._parts[self.rank]
+
+        def own_numbers(epoch: tf.Tensor, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            # Of a last batch in which this rank has no row, it gets the number of another rank's, which does not count.
+            is_own = (numbers >= first) & (numbers < end)
+            return epoch, tf.where(is_own, numbers - first, 0)
+
+        return self.own.batches(order.map(own_numbers), batch_size, seed)
 
 
 def spark(config: DataConfig, environ: Mapping[str, str] = os.environ) -> DataSet:

@@ -1,21 +1,19 @@
-"""Data sources, the IDX format, and the pipeline from arrays to batches."""
+"""Data by name: the IDX format, arrays in a file, and what their rows become."""
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
-import math
 import struct
 from pathlib import Path
 
+import batches
 import numpy as np
 import pytest
 
 from ringtrain import data
 from ringtrain.config import DataConfig
 from ringtrain.data import sources
-from ringtrain.data.dataset import checked
-from ringtrain.data.row_order import epoch_order
+from ringtrain.data.classes import checked
 from ringtrain.data.sources import DEBIAN_FOLDER
 from ringtrain.errors import ConfigError, DataError
 
@@ -45,9 +43,9 @@ def write_idx(folder: Path, zipped: bool = False) -> dict[str, np.ndarray]:
 def test_idx_files_are_read_zipped_or_not(tmp_path, name, zipped):
     arrays = write_idx(tmp_path, zipped)
     data_set = data.source(DataConfig(name=name, dir=str(tmp_path)))()
-    assert np.array_equal(data_set.train.inputs[..., 0], arrays[NAMES[0]])
-    assert np.array_equal(data_set.train.labels, arrays[NAMES[1]])
-    assert np.array_equal(data_set.test.inputs[..., 0], arrays[NAMES[2]])
+    for rows, of_images, of_labels in ((data_set.train, *NAMES[:2]), (data_set.test, *NAMES[2:])):
+        images, labels = rows.nest
+        assert np.array_equal(images[..., 0], arrays[of_images]) and np.array_equal(labels, arrays[of_labels])
     assert (data_set.num_classes, data_set.input_shape) == (10, (5, 4, 1))
 
 
@@ -111,18 +109,18 @@ def test_as_many_labels_as_images(tmp_path):
 def test_digits_are_real_deterministic_and_split_evenly():
     first, second = (data.source(DataConfig(name="digits"))() for _ in range(2))
     assert (len(first.train), len(first.test), first.num_classes) == (1437, 360, 10)
-    assert np.array_equal(first.train.inputs, second.train.inputs)
-    assert np.bincount(first.test.labels).min() >= 34
-    assert first.train.inputs.dtype == np.float32 and first.train.inputs.max() == 1.0
-    together = {sample.tobytes() for sample in (*first.train.inputs, *first.test.inputs)}
-    assert len(together) == 1797  # no test image among the training images
+    (images, _), (test_images, test_labels) = first.train.nest, first.test.nest
+    assert np.array_equal(images, second.train.nest[0])
+    assert np.bincount(test_labels).min() >= 34
+    assert images.dtype == np.float32 and images.max() == 1.0
+    assert len({image.tobytes() for image in (*images, *test_images)}) == 1797  # no test image is trained
 
 
 def test_synthetic_is_the_same_every_time_and_as_large_as_asked():
     config = DataConfig(name="synthetic", num_samples=80, image_size=6)
     first, second = (data.source(config)() for _ in range(2))
     assert (len(first.train), len(first.test), first.input_shape) == (70, 10, (6, 6, 1))
-    assert np.array_equal(first.train.inputs, second.train.inputs)
+    assert np.array_equal(first.train.nest[0], second.train.nest[0])
 
 
 def test_fashion_mnist_of_debians_package():
@@ -130,7 +128,7 @@ def test_fashion_mnist_of_debians_package():
         pytest.skip(f"Debian's package dataset-fashion-mnist is not installed: no {DEBIAN_FOLDER}/fashion-mnist")
     data_set = data.source(DataConfig(name="fashion-mnist"))()
     assert (len(data_set.train), len(data_set.test), data_set.input_shape) == (60000, 10000, (28, 28, 1))
-    assert np.bincount(data_set.test.labels).tolist() == [1000] * 10
+    assert np.bincount(data_set.test.nest[1]).tolist() == [1000] * 10
 
 
 def test_names():
@@ -150,7 +148,7 @@ def own():
 def test_own_data(monkeypatch):
     data_set = data.source(DataConfig(name=f"{__name__}:own"))()
     assert (len(data_set.train), len(data_set.test), data_set.num_classes) == (6, 3, 3)
-    assert data_set.train.labels.tolist() == [0, 1, 2, 0, 1, 2]
+    assert data_set.train.nest[1].tolist() == [0, 1, 2, 0, 1, 2]
 
 
 BAD_OWN = {
@@ -210,8 +208,8 @@ def test_npz_by_file_by_folder_and_by_both(tmp_path):
     path = save_npz(tmp_path / "mine.npz")
     for place in ({"file": str(path)}, {"dir": str(tmp_path)}, {"dir": str(tmp_path), "file": "mine.npz"}):
         data_set = data.source(DataConfig(name="npz", **place))()
-        assert np.array_equal(data_set.train.inputs, arrays(9)[0])
-        assert data_set.test.labels.tolist() == [0, 1, 2]
+        assert np.array_equal(data_set.train.nest[0], arrays(9)[0])
+        assert data_set.test.nest[1].tolist() == [0, 1, 2]
         assert (data_set.num_classes, data_set.input_shape) == (3, (4, 4, 3))
     assert data.source(DataConfig(name="npz", dir=str(tmp_path), num_classes=5))().num_classes == 5
 
@@ -263,57 +261,21 @@ def test_npz_of_a_folder_has_to_be_the_only_one(tmp_path):
         save_npz(tmp_path / "b.npz")
 
 
-def numbered(num_samples: int, dtype: type) -> data.Samples:
-    """Samples whose input and label both say which sample they are."""
-    return data.Samples(np.arange(num_samples, dtype=dtype).reshape(-1, 1), np.arange(num_samples))
+def test_rows_are_shuffled_in_training_and_bytes_become_fractions() -> None:
+    for dtype, factor in ((np.uint8, 1 / 255), (np.float32, 1), (np.float64, 1)):
+        pair = np.arange(23, dtype=dtype).reshape(-1, 1), np.arange(23)
+        made = checked("mine", pair, pair)
+        trained = batches.of_rank(made.train, 6, 1, 2)
+        tested = [*data.evaluation_batches(made.test, range(12, 23), 3)]
+        for inputs, labels in trained + tested:
+            np.testing.assert_allclose(inputs.numpy()[:, 0], labels.numpy() * factor, rtol=1e-6)
+            assert inputs.dtype == "float32"
+        assert [len(labels) for _, labels in trained + tested] == [3, 3, 3, 2, 3, 3, 3, 2]
+        numbers = np.concatenate([labels for _, labels in trained])
+        assert not np.array_equal(numbers, np.sort(numbers))
+        assert np.concatenate([labels for _, labels in tested]).tolist() == list(range(12, 23))
 
 
-def test_training_batches_are_the_shards_of_all_epochs():
-    batches = list(data.training_batches(numbered(23, np.float32), 3, rank=1, size=2, seed=5, epochs=2))
-    expected = np.concatenate([epoch_order(23, 6, 5, epoch)[:, 3:] for epoch in range(2)])
-    assert len(batches) == 2 * (23 // 6)
-    for (inputs, labels), numbers in zip(batches, expected, strict=True):
-        assert labels.numpy().tolist() == numbers.tolist()
-        assert inputs.numpy()[:, 0].tolist() == numbers.tolist()
-        assert inputs.dtype == "float32" and inputs.shape == (3, 1)
-
-
-@pytest.mark.parametrize("first_step", range(7))
-def test_training_may_begin_at_any_step_of_the_run(first_step):
-    whole = list(data.training_batches(numbered(23, np.float32), 4, rank=1, size=2, seed=5, epochs=3))
-    rest = data.training_batches(numbered(23, np.float32), 4, rank=1, size=2, seed=5, epochs=3, first_step=first_step)
-    assert len(whole) == 6
-    labels = [[batch[1].numpy().tolist() for batch in batches] for batches in (whole[first_step:], rest)]
-    assert labels[0] == labels[1]
-
-
-def test_evaluation_batches_are_the_share_and_end_short():
-    numbers = data.evaluation_shard(10, 1, 2)
-    batches = list(data.evaluation_batches(numbered(10, np.float32), numbers, 3))
-    assert [labels.numpy().tolist() for _, labels in batches] == [[5, 6, 7], [8, 9]]
-
-
-def test_bytes_are_scaled_and_floats_are_not():
-    for dtype, expected in ((np.uint8, 1 / 255), (np.float32, 1.0), (np.float64, 1.0)):
-        ((inputs, _),) = data.evaluation_batches(numbered(2, dtype), range(1, 2), 1)
-        assert math.isclose(float(inputs[0, 0]), expected, rel_tol=1e-6)
-
-
-def test_autotune_is_off_because_it_makes_fit_wait():
-    batches = data.training_batches(numbered(8, np.float32), 2, 0, 1, 0, 1)
-    assert batches.options().autotune.enabled is False
-
-
-def test_data_sets_cannot_be_changed_by_accident():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        numbered(3, np.uint8).labels = np.zeros(3)
-
-
-def test_the_first_samples_are_used_for_a_short_try() -> None:
-    rows = np.arange(12, dtype=np.float32).reshape(6, 2)
-    whole = checked("these", (rows, np.arange(6)), (rows, np.arange(6)))
-    first = whole.first(4)
-    assert (len(first.train), len(first.test), first.num_classes) == (4, 4, 6)
-    assert (first.train.inputs == rows[:4]).all() and len(whole.train) == 6
-    with pytest.raises(DataError, match="in files"):
-        data.DataSet(data.Split(), data.Split(), 2, (4,)).first(4)
+def test_autotune_is_off_because_it_makes_fit_wait() -> None:
+    rows = data.RowBatches(data.Arrays(np.arange(8)), 2, data.Parts.of_rank(0, 1), seed=0)
+    assert rows.dataset.options().autotune.enabled is False

@@ -62,9 +62,7 @@ def numbers_in(found: list[Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_row_is_trained_once_and_all_ranks_train_the_batches_of_one(
-    numbered: Path, name: str, size: int
-) -> None:
+def test_every_row_is_trained_once_and_all_ranks_train_the_batches_of_one(numbered: Path, name: str, size: int) -> None:
     train = load(numbered, name).train
     for epoch in range(2):
         ranks = [numbers_in(batches.of_rank(train, 12, rank, size, epoch=epoch)) for rank in range(size)]

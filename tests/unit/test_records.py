@@ -17,7 +17,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from numpy.typing import NDArray
 
 import ringtrain
 from ringtrain import from_rank_0
@@ -25,10 +24,7 @@ from ringtrain.data import blocks
 from ringtrain.data.block_cache import BlockCache, num_bytes
 from ringtrain.data.parts import Parts
 from ringtrain.data.records import LANES, RecordRows, Records
-from ringtrain.data.row_order import Order, lane_order
 from ringtrain.errors import DataError
-
-BLOCKS = [50, 7, 120, 64, 1, 33, 80, 95]
 
 
 def example(**features: Any) -> bytes:
@@ -54,37 +50,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def whole(order: Order) -> NDArray[np.int64]:
-    return np.concatenate([order.batch(step) for step in range(order.num_steps)])
-
-
 def records(files: Any, **more: Any) -> Records:
     return Records(files, inputs={"x": "x", "text": "text"}, target="id", **more)
-
-
-@pytest.mark.parametrize("num_lanes", [1, 2, 3, 12])
-def test_the_order_has_every_row_once_and_another_one_in_each_epoch(num_lanes: int) -> None:
-    orders = [whole(lane_order(BLOCKS, num_lanes, 32, 5, epoch)) for epoch in range(2)]
-    for order in orders:
-        assert sorted(order) == list(range(sum(BLOCKS)))
-    assert (orders[0] != orders[1]).mean() > 0.9
-    assert np.array_equal(orders[0], whole(lane_order(BLOCKS, num_lanes, 32, 5, 0)))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_rank_reads_the_blocks_of_its_lanes(size: int) -> None:
-    """12 lanes of one block each: only those that two ranks have rows of are read by both."""
-    rows_of_block, num_lanes, batch = 64, 12, 48
-    order = lane_order([rows_of_block] * num_lanes, num_lanes, batch, 0, 0)
-    batches = whole(order).reshape(-1, batch)
-    places = [Parts.of_rank(rank, size).places(batch) for rank in range(size)]
-    read = [{*(batches[:, own] // rows_of_block).reshape(-1).tolist()} for own in places]
-    assert {*range(num_lanes)} == set().union(*read)
-    assert max(map(len, read)) <= num_lanes / size + 1
-    assert all(len({*(batch // rows_of_block).tolist()}) == num_lanes for batch in batches)
-    # A shuffle of all rows would have each rank read all blocks.
-    shuffled = np.random.default_rng(0).permutation(num_lanes * rows_of_block).reshape(-1, batch)
-    assert size == 1 or len({*(shuffled[:, places[0]] // rows_of_block).reshape(-1).tolist()}) > num_lanes / size + 1
 
 
 def test_rows_are_those_of_the_files(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Orders of which some steps are made at a time: those of the whole order, for any blocks, lanes, batches and ranks."""
+"""Orders of rows, some steps at a time: those of the whole order, for any blocks, lanes, batches and ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ringtrain.data.parts import Parts
-from ringtrain.data.row_order import Order, ShuffledBlocks, Unshuffled, lane_order, order_within_batches
+from ringtrain.data.row_order import (
+    Order,
+    ShuffledBlocks,
+    Unshuffled,
+    evaluation_shard,
+    lane_order,
+    order_within_batches,
+    part_of,
+)
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -92,6 +100,22 @@ def test_blocks_and_their_rows_are_shuffled_and_differ_between_epochs_and_seeds(
     assert len(rows_of_blocks) == 8
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_rank_reads_the_blocks_of_its_lanes(size: int) -> None:
+    """12 lanes of one block each: only those that two ranks have rows of are read by both."""
+    rows_of_block, num_lanes, batch = 64, 12, 48
+    order = lane_order([rows_of_block] * num_lanes, num_lanes, batch, 0, 0)
+    batches = whole(order).reshape(-1, batch)
+    places = [Parts.of_rank(rank, size).places(batch) for rank in range(size)]
+    read = [{*(batches[:, own] // rows_of_block).reshape(-1).tolist()} for own in places]
+    assert {*range(num_lanes)} == set().union(*read)
+    assert max(map(len, read)) <= num_lanes / size + 1
+    assert all(len({*(batch // rows_of_block).tolist()}) == num_lanes for batch in batches)
+    # A shuffle of all rows would have each rank read all blocks.
+    shuffled = np.random.default_rng(0).permutation(num_lanes * rows_of_block).reshape(-1, batch)
+    assert size == 1 or len({*(shuffled[:, places[0]] // rows_of_block).reshape(-1).tolist()}) > num_lanes / size + 1
+
+
 @pytest.mark.parametrize("num_places", [8, 32])
 def test_the_orders_of_a_few_blocks_are_in_memory(num_places: int) -> None:
     """One per lane that a rank reads, from any step on, although there are 400 blocks."""
@@ -119,3 +143,19 @@ def test_an_array_is_an_order() -> None:
     order = Order(numbers, 16)
     assert np.array_equal(whole(order), numbers)
     assert np.array_equal(order.rows(2, 4, [3, 5]), numbers[32:64].reshape(2, 16)[:, [3, 5]])
+
+
+@given(st.integers(0, 500), st.integers(1, 7), st.integers(1, 9))
+def test_evaluation_covers_every_row_once(num_rows: int, size: int, batch: int) -> None:
+    """In whole batches, but for the last one."""
+    shards = [evaluation_shard(num_rows, rank, size, batch) for rank in range(size)]
+    assert np.concatenate(shards).tolist() == list(range(num_rows))
+    assert all(len(shard) % batch == 0 for shard in shards if shard and shard.stop < num_rows)
+    lengths = [-(-len(shard) // batch) for shard in shards]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(0, 500), st.integers(1, 9))
+def test_parts_of_ranks_are_those_of_array_split(num_rows: int, size: int) -> None:
+    for rank, expected in enumerate(np.array_split(np.arange(num_rows), size)):
+        assert np.array_equal(np.arange(*part_of(num_rows, rank, size)), expected)
