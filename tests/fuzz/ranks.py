@@ -7,7 +7,8 @@ what a rank trains, and what a run that is ended and started again trains; or th
 - compare: as well, and where Keras has other values, it trains weights that differ by rounding;
 - kill: all ranks are killed soon after this step has begun;
 - again: what `kill` has ended is started again, which FOLDER/JOB.again.<rank> has;
-- death: rank 1 of an elastic job, which has no other job, is killed soon after this step has begun.
+- death: rank 1 of an elastic job, which has no other job, is killed soon after this step has begun;
+- configured: model, data and callbacks of the only fit of a job are trained by `ringtrain.train`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import signal
 import sys
 import threading
 import traceback
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,9 @@ import numpy as np
 
 import ringtrain
 import ringtrain.hvd as hvd
+from ringtrain import train
+from ringtrain.config import Config, with_values
+from ringtrain.data.fit_arguments import OF_DATA
 from ringtrain.errors import RingtrainError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -183,7 +188,7 @@ def write(path: Path, outcomes: dict[str, Outcome]) -> None:
     part.rename(path)
 
 
-def train(script: str, folder: Path, runs: Path, name: str, step: int) -> dict[str, Outcome]:
+def trained(script: str, folder: Path, runs: Path, name: str, step: int) -> dict[str, Outcome]:
     """Outcomes of the ranks, and of ranks that end before a step (0: none do) and start again."""
     ranks = OnRanks(runs, name)
     outcomes = {"ranks": outcome_of(script, folder / "ranks", ranks)}
@@ -207,6 +212,65 @@ def lose_a_rank(folder: Path, name: str, step: int) -> None:
     write(folder / f"{name}.death.{hvd.rank()}", {"death": outcome})
 
 
+class Captured(Exception):
+    """Ends a job at its first fit, with the arguments of that."""
+
+
+def captured(script: str) -> tuple[keras.Model, dict[str, Any]]:
+    """Model and arguments of the first fit of a script."""
+
+    def fit(model: keras.Model, *args: Any, **more: Any) -> Any:
+        raise Captured(model, dict(zip(("x", "y"), args, strict=False)) | more)
+
+    space = {"__name__": "job"}
+    exec(script, space)
+    try:
+        space["job"](fit, None, None)
+    except Captured as call:
+        return call.args
+    raise ValueError("the job has no fit")
+
+
+def configured(script: str, folder: Path, runs: Path, name: str) -> Outcome:
+    """Outcome of a job whose model, data and callbacks are named by a configuration."""
+    of_job = types.ModuleType("drawn_job")
+    sys.modules["drawn_job"] = of_job
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+            _, given = captured(script)
+            precision = keras.config.dtype_policy().name
+            callbacks = list(given.get("callbacks", ()))
+            of_job.data = lambda: {key: value for key, value in captured(script)[1].items() if key in OF_DATA}
+
+            def model(*_: Any) -> keras.Model:  # callbacks may use the model of their own job
+                of_job.made, of_job.given = captured(script)
+                return of_job.made
+
+            of_job.model = model
+            for number in range(len(callbacks)):
+                setattr(of_job, f"callback_{number}", lambda number=number: of_job.given["callbacks"][number])
+            values = {
+                "run.directory": str(runs),
+                "run.name": name,
+                "data.name": "drawn_job:data",
+                "model.name": "drawn_job:model",
+                "seed": given.get("seed", 0),
+                "train.precision": precision,
+                "train.epochs": given.get("epochs", 1),
+                "train.batch_size": given.get("batch_size", 32) // hvd.size(),
+                "train.callbacks": tuple(f"drawn_job:callback_{number}" for number in range(len(callbacks))),
+                "tracking.every_steps": 0,
+            }
+            train.train(with_values(Config(), values))
+    except RingtrainError as error:
+        return Outcome(refused=f"{type(error).__name__}: {error}")
+    except Exception:
+        return Outcome(error=traceback.format_exc())
+    variables = {"weights": of_job.made.weights, "optimizer": of_job.made.optimizer.variables}
+    return Outcome(flattened({kind: [one.numpy() for one in them] for kind, them in variables.items()}))
+
+
 def main() -> None:
     folder, jobs = Path(sys.argv[1]), sys.argv[2:]
     if ":death:" in jobs[0]:
@@ -221,12 +285,15 @@ def main() -> None:
         faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         script = (folder / f"{name}.py").read_text()
         own = folder / f"{name}-rank-{hvd.rank()}"
-        if mode in ("train", "compare"):
+        if mode == "configured":
+            path = folder / f"{name}.configured.{hvd.rank()}"
+            outcomes = {mode: configured(script, own / "configured", folder / "runs-configured", name)}
+        elif mode in ("train", "compare"):
             path = folder / f"{name}.{hvd.size()}.{hvd.rank()}"
             reference = Outcome(**pickle.loads((folder / f"{name}.keras").read_bytes())["keras"])
             outcomes = {"ranks": reference}
             if not reference.error:
-                outcomes = train(script, own / str(hvd.size()), folder / f"runs-{hvd.size()}", name, int(step))
+                outcomes = trained(script, own / str(hvd.size()), folder / f"runs-{hvd.size()}", name, int(step))
             found = outcomes["ranks"].values
             if mode == "compare" and found and hvd.rank() == 0 and difference(reference.values, found, TOLERANCE):
                 outcomes["nearly keras"] = outcome_of(script, folder / f"{name}-nearly", nearly_in_keras)

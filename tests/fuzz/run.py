@@ -243,12 +243,37 @@ def without_a_rank(jobs: Sequence[grammar.Job], found: Sequence[Result], folder:
     return after
 
 
+def by_a_configuration(jobs: Sequence[grammar.Job], found: Sequence[Result], size: int, folder: Path) -> list[Result]:
+    """Results of jobs with one fit, which `ringtrain.train` trains as well: the weights are those of `fit`."""
+    after = list(found)
+    numbers = []
+    for number, (job, result) in enumerate(zip(jobs, found, strict=True)):
+        is_plain = "initial_epoch" not in job.script and "OPTIONS = {}" in job.script
+        if result.kind == "equal" and is_plain and job.script.count("fit(model") == 1:
+            numbers.append(number)
+    words = [f"{number}:configured:0" for number in numbers]
+    ended = run(size, [sys.executable, RANKS, folder, *words], LIMIT_S * len(words) + 60, warm=True)
+    for number in numbers:
+        file = folder / f"{number}.configured.0"
+        if not file.exists():
+            after[number] = Result("crash", f"configured: {ended.stderr[-3000:]}")
+            break
+        outcome, expected = _outcomes(file)["configured"], found[number].values
+        wrong = ""
+        if outcome.values:
+            wrong = difference({path: expected[path] for path in outcome.values}, outcome.values, TOLERANCE)
+        if outcome.error or wrong:
+            after[number] = Result("different", f"configured: {outcome.error[-3000:] or wrong}")
+    return after
+
+
 def results_of(
     jobs: Sequence[grammar.Job],
     sizes: Sequence[int],
     resumes: bool = False,
     kills: bool = False,
     deaths: bool = False,
+    configures: bool = False,
     package: Path = ROOT,
 ) -> list[Result]:
     """Results of jobs on several numbers of ranks, of which the first failure counts.
@@ -260,6 +285,8 @@ def results_of(
         merged = killed(jobs, results, Path(folder)) if kills else list(results[sizes[0]])
         if deaths:
             merged = without_a_rank(jobs, merged, Path(folder))
+        if configures:
+            merged = by_a_configuration(jobs, merged, sizes[0], Path(folder))
     for number, job in enumerate(jobs):
         first = results[sizes[0]][number]
         for size in sizes[1:]:
@@ -278,7 +305,7 @@ def shrunk(job: grammar.Job, sizes: Sequence[int], result: Result, until: float)
     """The job with as many first options as show the same class."""
     resumes = result.kind == "not resumed" and "killed on" not in result.detail
     kills = result.kind == "not resumed" and not resumes
-    deaths = result.detail.startswith("without a rank")
+    deaths, configures = result.detail.startswith("without a rank"), result.detail.startswith("configured")
     simplest = dict(job.choices)
     names = [name for name, number in simplest.items() if number]
     portion = max(1, len(names) // 2)
@@ -287,7 +314,7 @@ def shrunk(job: grammar.Job, sizes: Sequence[int], result: Result, until: float)
         while begin < len(names) and time.time() < until:
             tried = simplest | dict.fromkeys(names[begin : begin + portion], 0)
             other = grammar.job(job.seed, tried)
-            (found,) = results_of([other], sizes, resumes, kills, deaths)
+            (found,) = results_of([other], sizes, resumes, kills, deaths, configures)
             if found.kind == result.kind:
                 job, result, simplest = other, found, tried
                 del names[begin : begin + portion]
@@ -318,6 +345,7 @@ def main() -> None:
     parser.add_argument("--resumes", action="store_true", help="also end each job before a step and start it again")
     parser.add_argument("--kills", action="store_true", help="also kill all ranks of each job, and start it again")
     parser.add_argument("--deaths", action="store_true", help="also lose a rank of each job, in an elastic start")
+    parser.add_argument("--configured", action="store_true", help="also train each job by ringtrain.train")
     parser.add_argument("--corpus", action="store_true", help="the jobs of corpus.txt first")
     parser.add_argument("--show", action="store_true", help="print the scripts, and train none")
     parser.add_argument("--no-shrink", dest="shrinks", action="store_false")
@@ -337,7 +365,7 @@ def main() -> None:
         if given.show:
             print(*(job.script for job in jobs), sep="\n# ----\n")
             continue
-        results = results_of(jobs, given.sizes, given.resumes, given.kills, given.deaths)
+        results = results_of(jobs, given.sizes, given.resumes, given.kills, given.deaths, given.configured)
         for job, result in zip(jobs, results, strict=True):
             counts[result.kind] += 1
             counts["named, but equal"] += result.kind == "equal" and bool(result.unlike)
