@@ -47,8 +47,8 @@ def test_a_killed_run_goes_on_with_another_split(splits: tuple[str, str, str], w
     assert ours["metrics"]["test_accuracy"] > 0.8
     exported = keras.models.load_model(tmp_path / "run" / "model.keras").get_weights()
     expected = keras.models.load_model(whole / "run" / "model.keras").get_weights()
-    if "columns:2" in splits:  # other sums, in float32
-        assert all(np.allclose(one, other, atol=1e-3) for one, other in zip(exported, expected, strict=True))
+    if "columns:2" in splits:  # other sums, in float32, of which Adam makes more
+        assert all(np.allclose(one, other, atol=1e-2) for one, other in zip(exported, expected, strict=True))
     else:
         assert ours["checksum"] == unsplit["checksum"]
         assert all((one == other).all() for one, other in zip(exported, expected, strict=True))
