@@ -64,8 +64,10 @@ STRATEGIES = {
     "mpi-ring": Kind(_class("ring:Ring")),
     "towers": Kind(_class("mirrored:Towers"), is_one_process=True, trains_streams=False),
     "multi-worker": Kind(_class("mirrored:MultiWorker"), trains_streams=False),
-    "ps-async": Kind(_class("parameter_server.asynchronous:Asynchronous"), ALONE, True, trains_streams=False),
-    "ps-sync": Kind(_class("parameter_server.synchronous:Synchronous"), ALONE, True, trains_streams=False),
+    "ps-async": Kind(
+        _class("parameter_server.asynchronous:Asynchronous"), ALONE, has_servers=True, trains_streams=False
+    ),
+    "ps-sync": Kind(_class("parameter_server.synchronous:Synchronous"), ALONE, has_servers=True, trains_streams=False),
 }
 """strategy.name, and what it means; the configuration lists the names as choices"""
 

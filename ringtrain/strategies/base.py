@@ -97,11 +97,7 @@ class Strategy:
         raise NotImplementedError
 
     def create_variables(self, model: keras.Model, train: Any) -> None:
-        """Creates variables of a compiled model that Keras would create elsewhere, later; there are none here.
-
-        Args:
-            train: Data to train.
-        """
+        """Creates variables of a compiled model that Keras would create elsewhere, later; there are none here."""
 
     def share_rows(self, model: keras.Model, batch: Any) -> None:
         """Prepares a model for a state that all ranks share; does nothing here.

@@ -62,6 +62,13 @@ class NoReduction:
         return {}
 
 
+def _reported(y: Any, outputs: Any, weights: Any) -> tuple[Any, ...]:
+    """What a worker reports of rows: targets, outputs and, if there are any, sample weights, in their nests."""
+    if weights is None:
+        return y, outputs
+    return y, outputs, weights
+
+
 class ParameterServers(Strategy):
     """Base class of ps-async and ps-sync, on the coordinator."""
 
@@ -164,8 +171,8 @@ class ParameterServers(Strategy):
         self.model = model
         self.about["server_bytes"] = list(self.load)
         x, y, weights = keras.utils.unpack_x_y_sample_weight(train.rows(0, 1))
-        self.reported = (y, keras.backend.compute_output_spec(model, x), () if weights is None else weights)
-        """targets, outputs and weights of a row, in their nests"""
+        self.reported = _reported(y, keras.backend.compute_output_spec(model, x), weights)
+        """what a worker reports of a row"""
         for leaf in tf.nest.flatten(self.reported):
             if leaf is None or None in leaf.shape[1:]:
                 raise ConfigError(
@@ -195,7 +202,7 @@ class ParameterServers(Strategy):
         return tf.constant(f"{position} {step} {self.folder}")
 
     def gradients(self, batch: Any) -> tuple[Any, Any, list[Any]]:
-        """Loss, targets with outputs and weights, and gradients, as in a training step of Keras."""
+        """Loss, what is reported, and gradients, as in a training step of Keras."""
         model = self.model
         x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
         options = {"training": True} if model._call_has_training_arg else {}
@@ -203,7 +210,7 @@ class ParameterServers(Strategy):
             outputs = model(x, **options)
             loss = model.compute_loss(x, y, outputs, weights, training=True)
         gradients = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
-        return loss, (y, outputs, () if weights is None else weights), gradients
+        return loss, _reported(y, outputs, weights), gradients
 
     @contextlib.contextmanager
     def training(self, run: RunContext) -> Iterator[StepsOf]:
@@ -251,7 +258,7 @@ class ParameterServers(Strategy):
         Args:
             facts: Scalars or vectors: worker index, start and end of computing in Unix time, updates in between, loss,
                 share.
-            reported: Targets, outputs and weights.
+            reported: See `_reported`.
         """
         rows = tf.nest.flatten(reported)
         parts = [*facts, tf.shape(rows[0])[0], *rows]
@@ -265,9 +272,9 @@ class ParameterServers(Strategy):
         parts = []
         for values, row in zip(tf.split(report[NUM_FACTS:], sizes), rows, strict=True):
             parts.append(tf.cast(tf.reshape(values, [-1, *row.shape[1:]]), row.dtype))
-        y, outputs, weights = tf.nest.pack_sequence_as(self.reported, parts)
+        y, outputs, *weights = tf.nest.pack_sequence_as(self.reported, parts)
         model._loss_tracker.update_state(report[LOSS], sample_weight=num_rows)
-        results: dict[str, Any] = model.compute_metrics(None, y, outputs, weights if weights != () else None)
+        results: dict[str, Any] = model.compute_metrics(None, y, outputs, *(weights or [None]))
         return results
 
     def count(self, report: NDArray[np.float64]) -> dict[str, Any]:
