@@ -63,7 +63,7 @@ class NoReduction:
 
 
 def _reported(y: Any, outputs: Any, weights: Any) -> tuple[Any, ...]:
-    """What a worker reports of rows: targets, outputs and, if there are any, sample weights, in their nests."""
+    """What a worker reports of rows: targets, outputs and, if there are any, sample weights."""
     if weights is None:
         return y, outputs
     return y, outputs, weights
@@ -173,11 +173,11 @@ class ParameterServers(Strategy):
         x, y, weights = keras.utils.unpack_x_y_sample_weight(train.rows(0, 1))
         self.reported = _reported(y, keras.backend.compute_output_spec(model, x), weights)
         """what a worker reports of a row"""
-        for leaf in tf.nest.flatten(self.reported):
-            if leaf is None or None in leaf.shape[1:]:
+        for part in self.reported:
+            if not hasattr(part, "shape") or None in part.shape[1:]:
                 raise ConfigError(
-                    f"strategy.name: {self.config.strategy.name} reports targets and outputs as one vector, and rows of"
-                    f" {model.name} have some of shape {getattr(leaf, 'shape', None)}: train it with ring"
+                    f"strategy.name: {self.config.strategy.name} computes metrics of one tensor of targets and one of"
+                    f" outputs, of known shape, and {model.name} has others: train it with ring"
                 )
 
     def batch(self, where: tf.Tensor) -> tuple[Any, Any, tf.Tensor]:
@@ -252,7 +252,7 @@ class ParameterServers(Strategy):
         """Runs steps of one epoch and yields the metrics after each."""
         raise NotImplementedError
 
-    def report(self, facts: Sequence[Any], reported: Any) -> tf.Tensor:
+    def report(self, facts: Sequence[Any], reported: Sequence[Any]) -> tf.Tensor:
         """Worker's report on a batch: one float64 vector, since each tensor would be a separate message.
 
         Args:
@@ -260,19 +260,18 @@ class ParameterServers(Strategy):
                 share.
             reported: See `_reported`.
         """
-        rows = tf.nest.flatten(reported)
-        parts = [*facts, tf.shape(rows[0])[0], *rows]
+        parts = [*facts, tf.shape(reported[0])[0], *reported]
         return tf.concat([tf.reshape(tf.cast(part, tf.float64), [-1]) for part in parts], 0)
 
     @tf.function(autograph=False, reduce_retracing=True)
     def observe(self, report: Any) -> dict[str, Any]:
         """Updates the coordinator's metrics from a worker's report."""
-        model, num_rows, rows = self.model, tf.cast(report[NUM_ROWS], tf.int32), tf.nest.flatten(self.reported)
-        sizes = [num_rows * math.prod(row.shape[1:]) for row in rows]
+        model, num_rows = self.model, tf.cast(report[NUM_ROWS], tf.int32)
+        sizes = [num_rows * math.prod(row.shape[1:]) for row in self.reported]
         parts = []
-        for values, row in zip(tf.split(report[NUM_FACTS:], sizes), rows, strict=True):
+        for values, row in zip(tf.split(report[NUM_FACTS:], sizes), self.reported, strict=True):
             parts.append(tf.cast(tf.reshape(values, [-1, *row.shape[1:]]), row.dtype))
-        y, outputs, *weights = tf.nest.pack_sequence_as(self.reported, parts)
+        y, outputs, *weights = parts
         model._loss_tracker.update_state(report[LOSS], sample_weight=num_rows)
         results: dict[str, Any] = model.compute_metrics(None, y, outputs, *(weights or [None]))
         return results
