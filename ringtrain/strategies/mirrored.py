@@ -80,12 +80,17 @@ def create_variables(model: keras.Model, strategy: Strategy, train: data.Numbere
     """Creates a strategy's variables. Those of metrics follow outside of its scope: they are local to this process."""
     with strategy.scope():
         if not model.built:
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(train.rows(0, 1))
-            keras.backend.compute_output_spec(model, x)
+            outputs_of(model, train)
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
     model.steps_per_execution = 1  # a step here is a call of its own
     set_untracked(model, _distribute_strategy=None)  # evaluate runs on one copy, without the strategy
+
+
+def outputs_of(model: keras.Model, train: data.NumberedRows) -> Any:
+    """Symbolic outputs for a row of the data; the call builds a model that is not built yet."""
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(train.rows(0, 1))
+    return model(keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype.name), x))
 
 
 class Mirrored(Strategy):

@@ -29,7 +29,7 @@ from ringtrain.hvd.keras_patches import set_untracked
 from ringtrain.monitor import fault_injection, journal
 from ringtrain.run import devices, log_capture
 from ringtrain.strategies.base import StepsOf, Strategy
-from ringtrain.strategies.mirrored import create_variables
+from ringtrain.strategies.mirrored import create_variables, outputs_of
 from ringtrain.strategies.parameter_server import server
 from ringtrain.strategies.parameter_server.cluster import RankGroup
 
@@ -170,8 +170,8 @@ class ParameterServers(Strategy):
         set_untracked(counter, assign_add=counter.value.assign_add)
         self.model = model
         self.about["server_bytes"] = list(self.load)
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(train.rows(0, 1))
-        self.reported = _reported(y, keras.backend.compute_output_spec(model, x), weights)
+        _, y, weights = keras.utils.unpack_x_y_sample_weight(train.rows(0, 1))
+        self.reported = _reported(y, outputs_of(model, train), weights)
         """what a worker reports of a row"""
         for part in self.reported:
             if not hasattr(part, "shape") or None in part.shape[1:]:
