@@ -76,21 +76,13 @@ class SumReduction(threading.local):
         return {"op": "averaged", "by": type(self.strategy).__name__}
 
 
-def create_variables(model: keras.Model, strategy: Strategy, train: data.NumberedRows) -> None:
+def create_variables(model: keras.Model, strategy: Strategy) -> None:
     """Creates a strategy's variables. Those of metrics follow outside of its scope: they are local to this process."""
-    with strategy.scope():
-        if not model.built:
-            outputs_of(model, train)
-        if not model.optimizer.built:
+    if not model.optimizer.built:
+        with strategy.scope():
             model.optimizer.build(model.trainable_variables)
     model.steps_per_execution = 1  # a step here is a call of its own
     set_untracked(model, _distribute_strategy=None)  # evaluate runs on one copy, without the strategy
-
-
-def outputs_of(model: keras.Model, train: data.NumberedRows) -> Any:
-    """Symbolic outputs for a row of the data; the call builds a model that is not built yet."""
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(train.rows(0, 1))
-    return model(keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype.name), x))
 
 
 class Mirrored(Strategy):
@@ -109,7 +101,7 @@ class Mirrored(Strategy):
 
     def create_variables(self, model: keras.Model, train: data.NumberedRows) -> None:
         rows.check_parts(self.config, len(train), self.num_copies, self.copies_name)
-        create_variables(model, self, train)
+        create_variables(model, self)
 
     @contextlib.contextmanager
     def training(self, run: RunContext) -> Iterator[StepsOf]:

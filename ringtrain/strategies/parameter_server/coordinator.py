@@ -29,7 +29,7 @@ from ringtrain.hvd.keras_patches import set_untracked
 from ringtrain.monitor import fault_injection, journal
 from ringtrain.run import devices, log_capture
 from ringtrain.strategies.base import StepsOf, Strategy
-from ringtrain.strategies.mirrored import create_variables, outputs_of
+from ringtrain.strategies.mirrored import create_variables
 from ringtrain.strategies.parameter_server import server
 from ringtrain.strategies.parameter_server.cluster import RankGroup
 
@@ -164,14 +164,15 @@ class ParameterServers(Strategy):
                 f"strategy.name: {self.config.strategy.name} makes steps of its own, and {type(model).__name__} has a"
                 f" train_step: train it with ring"
             )
-        create_variables(model, self, train)
+        create_variables(model, self)
         counter = model.optimizer._iterations
         # Keras reads the counter and assigns it plus 1, which would count two concurrent updates as one.
         set_untracked(counter, assign_add=counter.value.assign_add)
         self.model = model
         self.about["server_bytes"] = list(self.load)
-        _, y, weights = keras.utils.unpack_x_y_sample_weight(train.rows(0, 1))
-        self.reported = _reported(y, outputs_of(model, train), weights)
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(train.rows(0, 1))
+        outputs = model(keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype.name), x))
+        self.reported = _reported(y, outputs, weights)
         """what a worker reports of a row"""
         for part in self.reported:
             if not hasattr(part, "shape") or None in part.shape[1:]:
