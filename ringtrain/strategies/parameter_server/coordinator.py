@@ -62,13 +62,6 @@ class NoReduction:
         return {}
 
 
-def _reported(y: Any, outputs: Any, weights: Any) -> tuple[Any, ...]:
-    """What a worker reports of rows: targets, outputs and, if there are any, sample weights."""
-    if weights is None:
-        return y, outputs
-    return y, outputs, weights
-
-
 class ParameterServers(Strategy):
     """Base class of ps-async and ps-sync, on the coordinator."""
 
@@ -172,14 +165,14 @@ class ParameterServers(Strategy):
         self.about["server_bytes"] = list(self.load)
         x, y, weights = keras.utils.unpack_x_y_sample_weight(train.rows(0, 1))
         outputs = model(keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype.name), x))
-        self.reported = _reported(y, outputs, weights)
-        """what a worker reports of a row"""
-        for part in self.reported:
-            if not hasattr(part, "shape") or None in part.shape[1:]:
-                raise ConfigError(
-                    f"strategy.name: {self.config.strategy.name} computes metrics of one tensor of targets and one of"
-                    f" outputs, of known shape, and {model.name} has others: train it with ring"
-                )
+        self.of_row = y, outputs
+        """targets and outputs, as a worker reports them"""
+        has_shapes = all(hasattr(part, "shape") and None not in part.shape[1:] for part in self.of_row)
+        if weights is not None or not has_shapes:
+            raise ConfigError(
+                f"strategy.name: {self.config.strategy.name} computes metrics of one tensor of targets and one of"
+                f" outputs, with known shapes and no sample weights, and {model.name} has others: train it with ring"
+            )
 
     def batch(self, where: tf.Tensor) -> tuple[Any, Any, tf.Tensor]:
         """A worker's next batch, its share, and (worker index, request time), in the graph that the worker runs."""
@@ -203,15 +196,13 @@ class ParameterServers(Strategy):
         return tf.constant(f"{position} {step} {self.folder}")
 
     def gradients(self, batch: Any) -> tuple[Any, Any, list[Any]]:
-        """Loss, what is reported, and gradients, as in a training step of Keras."""
+        """Loss, targets with outputs, and gradients, as in a training step of Keras."""
         model = self.model
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        options = {"training": True} if model._call_has_training_arg else {}
+        x, y = batch
         with tf.GradientTape() as tape:
-            outputs = model(x, **options)
-            loss = model.compute_loss(x, y, outputs, weights, training=True)
-        gradients = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
-        return loss, _reported(y, outputs, weights), gradients
+            outputs = model(x, training=True)
+            loss = model.compute_loss(x, y, outputs, None, training=True)
+        return loss, (y, outputs), tape.gradient(loss, [variable.value for variable in model.trainable_variables])
 
     @contextlib.contextmanager
     def training(self, run: RunContext) -> Iterator[StepsOf]:
@@ -259,7 +250,7 @@ class ParameterServers(Strategy):
         Args:
             facts: Scalars or vectors: worker index, start and end of computing in Unix time, updates in between, loss,
                 share.
-            reported: See `_reported`.
+            reported: Targets and outputs.
         """
         parts = [*facts, tf.shape(reported[0])[0], *reported]
         return tf.concat([tf.reshape(tf.cast(part, tf.float64), [-1]) for part in parts], 0)
@@ -268,13 +259,12 @@ class ParameterServers(Strategy):
     def observe(self, report: Any) -> dict[str, Any]:
         """Updates the coordinator's metrics from a worker's report."""
         model, num_rows = self.model, tf.cast(report[NUM_ROWS], tf.int32)
-        sizes = [num_rows * math.prod(row.shape[1:]) for row in self.reported]
+        sizes = [num_rows * math.prod(row.shape[1:]) for row in self.of_row]
         parts = []
-        for values, row in zip(tf.split(report[NUM_FACTS:], sizes), self.reported, strict=True):
+        for values, row in zip(tf.split(report[NUM_FACTS:], sizes), self.of_row, strict=True):
             parts.append(tf.cast(tf.reshape(values, [-1, *row.shape[1:]]), row.dtype))
-        y, outputs, *weights = parts
         model._loss_tracker.update_state(report[LOSS], sample_weight=num_rows)
-        results: dict[str, Any] = model.compute_metrics(None, y, outputs, *(weights or [None]))
+        results: dict[str, Any] = model.compute_metrics(None, *parts, sample_weight=None)
         return results
 
     def count(self, report: NDArray[np.float64]) -> dict[str, Any]:
