@@ -103,9 +103,7 @@ class Run(launched.Run):
             health=dataclasses.replace(config.health, agree_every_steps=draw.choice([1, 3, 10])),
             run=dataclasses.replace(config.run, name="run"),
         )
-        self.cluster.numbers_of_run = Numbers(
-            1, num_train, 0, rows, 1, rows, steps, steps * epochs, 0, 0.1, 0.1, 0, (), 0
-        )
+        self.cluster.numbers_of_run = Numbers(1, num_train, 0, rows, 1, rows, steps, steps * epochs, 0.1, 0.1, 0, (), 0)
 
     def run_attempts(self) -> int:
         work = launch.elastic_launch(self.options)

@@ -133,9 +133,15 @@ MUTANTS = (
     ),
     # Samples
     Mutant(
-        *("no shards: every rank trains the first", "data/dataset.py"),
-        *("shard = rank * batch_size, (rank + 1) * batch_size", "shard = 0, batch_size"),
-        f"{UNIT}/test_image_files.py::test_every_sample_is_trained_once_and_the_ring_sees_the_batches_of_one_rank",
+        *("no parts: every rank trains the first", "data/parts.py"),
+        *("return cls(range(rank, rank + 1), size)", "return cls(range(1), size)"),
+        f"{UNIT}/test_arrays.py::test_every_row_once_per_epoch",
+    ),
+    Mutant(
+        *("the last, smaller batch is not trained", "data/arrays.py"),
+        "self.num_whole, self.rest = divmod(len(samples), global_batch_size)",
+        "self.num_whole, self.rest = len(samples) // global_batch_size, 0",
+        f"{UNIT}/test_arrays.py::test_every_row_once_per_epoch",
     ),
     Mutant(
         *("rows of a block that depend on the steps before", "data/row_order.py"),
@@ -145,17 +151,22 @@ MUTANTS = (
     Mutant(
         *("every rank evaluates the first shard", "data/row_order.py"),
         *("part_of(-(-num_samples // whole), rank, size)", "part_of(-(-num_samples // whole), 0, size)"),
-        f"{UNIT}/test_sharding.py::test_evaluation_covers_every_sample_once",
+        f"{UNIT}/test_row_order.py::test_evaluation_covers_every_row_once",
     ),
     Mutant(
-        *("the same samples left out in each epoch", "data/row_order.py"),
-        *("order[(epoch * rest + np.arange(rest)) % num_samples]", "order[np.arange(rest)]"),
-        f"{UNIT}/test_sharding.py::test_samples_take_turns_at_being_left_out",
+        *("a resumed run at the beginning of its epoch", "data/arrays.py"),
+        *("epoch * self.steps_per_epoch + first_step, self.steps)", "epoch * self.steps_per_epoch, self.steps)"),
+        f"{UNIT}/test_arrays.py::test_epochs_differ_and_a_resumed_epoch_does_not",
     ),
     Mutant(
-        *("a resumed run at the beginning of its epoch", "data/dataset.py"),
-        *("divmod(first_step, steps_per_epoch)", "(first_step // steps_per_epoch, 0)"),
-        f"{UNIT}/test_data.py::test_training_may_begin_at_any_step_of_the_run",
+        *("crops that do not follow from the row", "data/augment.py"),
+        *("draw[1] * num_rows + number]", "draw[1]]"),
+        f"{UNIT}/test_image_files.py::test_crops_are_the_same_after_a_resume_and_others_in_other_epochs_and_seeds",
+    ),
+    Mutant(
+        *("ranks of Spark that train rows of others", "data/spark_rows.py"),
+        *("order = first + row_order.permutation(", "order = row_order.permutation("),
+        f"{UNIT}/test_spark_rows.py::test_every_row_is_trained_once_by_the_rank_that_has_it",
     ),
     Mutant(
         *("an elastic ledger that takes steps that nobody has made", "../tests/sample_ledger.py"),
@@ -163,8 +174,8 @@ MUTANTS = (
         f"{UNIT}/test_journal.py::test_what_is_false_is_noticed",
     ),
     Mutant(
-        *("elastic ranks that train each other's samples", "data/dataset.py"),
-        *("else 0 :, first:end]", "else 0 :, : end - first]"),
+        *("elastic ranks that train each other's rows", "data/parts.py"),
+        *("places += range(begin, end) if begin < end else (0,)", "places += range(max(1, end - begin))"),
         "tests/faults/test_elastic.py::test_ranks_come_and_go_and_nothing_is_different",
     ),
     # Checkpoints

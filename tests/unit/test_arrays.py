@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import batches
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -102,8 +103,7 @@ def test_kinds_of_arrays() -> None:
     """As Keras hands them to a model: floats as float32, sparse and ragged as they are."""
     dense, ragged = np.eye(3), tf.ragged.constant([[1], [2, 3], [4, 5, 6]])
     x = {"ragged": ragged, "sparse": tf.sparse.from_dense(dense), "list": [dense]}
-    batches = data.RowBatches(data.Arrays(x, dense, None), 2, data.Parts.of_rank(0, 1), seed=0)(0)
-    first, last = [(x, y) for x, y in batches]
+    first, last = batches.of_rank(data.Arrays(x, dense, None), 2)
     assert last[0]["ragged"].to_list() == [[4, 5, 6]] and last[1].numpy().tolist() == [[0, 0, 1]]
     assert tf.sparse.to_dense(first[0]["sparse"]).numpy().tolist() == dense[:2].tolist()
     assert first[0]["list"][0].shape == (2, 3) and first[0]["list"][0].dtype == tf.float32
@@ -113,7 +113,7 @@ def test_kinds_of_arrays() -> None:
 def test_pandas() -> None:
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"a": [1.0, 2.0, 3.0], "b": [4.0, 5.0, 6.0]})
-    ((x, y),) = data.RowBatches(data.Arrays(frame, frame.a), 3, data.Parts.of_rank(0, 1), seed=0)(0)
+    ((x, y),) = batches.of_rank(data.Arrays(frame, frame.a), 3)
     assert x.numpy().tolist() == frame.to_numpy().tolist() and y.shape == (3, 1)
     assert data.Arrays(frame, frame.a).checksum() != data.Arrays(frame, frame.b).checksum()
 
@@ -125,8 +125,8 @@ def test_what_keras_refuses_is_refused() -> None:
 
 
 def test_only_the_first_rows() -> None:
-    some = data.Arrays(np.arange(10)).first(4)
-    assert len(some) == 4 and sorted(some.epoch_order(1, 0, 0).reshape(-1)) == [0, 1, 2, 3]
+    some = data.Arrays(np.arange(10), shuffle=True).first(4)
+    assert len(some) == 4 and sorted(np.concatenate(batches.of_rank(some, 3))) == [0, 1, 2, 3]
 
 
 def test_rows_in_another_byte_order_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:

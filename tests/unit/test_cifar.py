@@ -52,9 +52,9 @@ def load(place: Path) -> data.DataSet:
 
 def is_what_was_generated(data_set: data.DataSet) -> bool:
     images, labels = zip(*(generated(name) for name in ("data_batch_1", "data_batch_2")), strict=True)
-    assert np.array_equal(data_set.train.inputs, np.concatenate(images))
-    assert data_set.train.labels.tolist() == [*labels[0], *labels[1]]
-    assert np.array_equal(data_set.test.inputs, generated("test_batch")[0])
+    pixels, classes = data_set.train.nest
+    assert np.array_equal(pixels, np.concatenate(images)) and classes.tolist() == [*labels[0], *labels[1]]
+    assert np.array_equal(data_set.test.nest[0], generated("test_batch")[0])
     return (data_set.num_classes, data_set.input_shape) == (10, (32, 32, 3))
 
 

@@ -269,9 +269,9 @@ def test_plan_shows_the_rate_at_its_corners():
     assert "global batch 128 = 32 x 2 x 2 batches accumulated" in rows
     assert rows[table + 1 : table + 5] == [
         "step 0, epoch 1 0.1 first step",
-        "step 32, epoch 2 0.4 after the warm-up",
-        "step 66, epoch 4 0.04 milestone 1",
-        "step 131, epoch 6 0.04 last step",
+        "step 34, epoch 2 0.4 after the warm-up",
+        "step 68, epoch 3 0.04 milestone 1",
+        "step 137, epoch 6 0.04 last step",
     ]
     assert rows[-3:-1] == [
         "note optimizer.nesterov has no effect: it needs optimizer.name sgd and optimizer.momentum above 0",

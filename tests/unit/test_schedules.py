@@ -148,15 +148,15 @@ def config_of(**schedule):
 
 def test_epochs_become_steps():
     config = config_of(name="steps", warmup_epochs=1.25, milestones=(3.5, 6))
-    schedule = schedule_of(config, derive(config, 2, 200, 20))  # 12 steps an epoch
-    assert (schedule.warmup_steps, schedule.milestone_steps, schedule.num_steps) == (15, (42, 72), 120)
+    schedule = schedule_of(config, derive(config, 2, 200, 20))  # 13 steps an epoch
+    assert (schedule.warmup_steps, schedule.milestone_steps, schedule.num_steps) == (16, (46, 78), 130)
     config = dataclasses.replace(
         config_of(name="steps", warmup_epochs=1.1, milestones=(3.4, 6)), optimizer=OptimizerConfig(accumulation_steps=3)
     )
-    numbers = derive(config, 2, 200, 20)  # 4 updates an epoch
-    assert (numbers.global_batch_size, numbers.steps_per_epoch, numbers.dropped_per_epoch) == (48, 12, 8)
+    numbers = derive(config, 2, 200, 20)  # 4 1/3 updates an epoch
+    assert (numbers.global_batch_size, numbers.steps_per_epoch) == (48, 13)
     schedule = schedule_of(config, numbers)  # whole updates, the nearest ones
-    assert (schedule.warmup_steps, schedule.milestone_steps, schedule.num_steps) == (12, (42, 72), 120)
+    assert (schedule.warmup_steps, schedule.milestone_steps, schedule.num_steps) == (15, (45, 78), 130)
     assert schedule.learning_rate == pytest.approx(0.001 * (48 / 32) ** 0.5)
 
 
@@ -169,7 +169,7 @@ def test_the_rate_follows_from_the_global_batch_alone():
             train=TrainConfig(epochs=4, batch_size=batch_size),
             optimizer=OptimizerConfig(accumulation_steps=accumulated),
         )
-        schedule = schedule_of(config, derive(config, ranks, 500, 20))
+        schedule = schedule_of(config, derive(config, ranks, 480, 20))
         curves.append(schedule.rate(np.arange(0, schedule.num_steps, accumulated)))
     assert all(np.array_equal(curve, curves[0]) for curve in curves)
 
