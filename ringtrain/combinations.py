@@ -51,6 +51,7 @@ NOT_TOGETHER: Mapping[str, tuple[str, ...]] = {
         "hvd.compression",
         "hvd.groups",
         "data.on_error",
+        "data.name spark",
         "train.jit",
         "tracking.timeline_steps",
         "model.split",
