@@ -86,6 +86,7 @@ def test_crops_are_the_same_after_a_resume_and_others_in_other_epochs_and_seeds(
         return [image.numpy().tobytes() for batch, _ in batches.of_rank(train, 5, **more) for image in batch]
 
     assert images(True, epoch=1)[5:] == images(True, epoch=1, first_step=1)
+    assert sorted(images(True, rank=0, size=2) + images(True, rank=1, size=2)) == sorted(images(True))
     assert len({*images(True), *images(True, epoch=1), *images(True, seed=4)}) == 36
     assert len({*images(False), *images(False, epoch=1), *images(False, seed=4)}) == 12
 
