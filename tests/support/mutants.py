@@ -161,7 +161,7 @@ MUTANTS = (
     Mutant(
         *("crops that do not follow from the row", "data/augment.py"),
         *("draw[1] * num_rows + number]", "draw[1]]"),
-        f"{UNIT}/test_image_files.py::test_crops_are_the_same_after_a_resume_and_others_in_other_epochs_and_seeds",
+        f"{UNIT}/test_image_files.py::test_rows_with_the_same_image_have_different_crops",
     ),
     Mutant(
         *("ranks of Spark that train rows of others", "data/spark_rows.py"),

@@ -91,6 +91,14 @@ def test_crops_are_the_same_after_a_resume_and_others_in_other_epochs_and_seeds(
     assert len({*images(False), *images(False, epoch=1), *images(False, seed=4)}) == 12
 
 
+def test_rows_with_the_same_image_have_different_crops(photographs: Path) -> None:
+    paths = [*(photographs / "image-folder" / "train").rglob("*.jpg")]
+    for path in paths:
+        path.write_bytes(paths[0].read_bytes())
+    found = batches.of_rank(load(photographs, "image-folder").train, 12)
+    assert len({image.numpy().tobytes() for images, _ in found for image in images}) == 12
+
+
 @pytest.mark.parametrize("encode", [tf.io.encode_jpeg, tf.io.encode_png])
 def test_evaluation_has_the_center_in_normalized_colors(encode: Callable[..., tf.Tensor]) -> None:
     pixels = np.zeros((256, 300, 3), np.uint8)
