@@ -43,26 +43,6 @@ def test_the_sum_is_that_of_the_tree_for_any_number_of_ranks(num: int) -> None:
         assert np.add.reduce(rows, axis=0).tobytes() != expected(rows).tobytes()
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("hvd.op", "adasum"),
-        ("hvd.compression", "fp16"),
-        ("hvd.groups", 2),
-        ("model.sync_batch_norm", True),
-        ("model.split", "layers:2"),
-        ("model.micro_batches", 2),
-        ("model.not_averaged", ("*",)),
-        ("train.jit", True),
-        ("data.on_error", "skip"),
-    ],
-)
-def test_other_sums_are_refused_by_name(option: str, value: object) -> None:
-    config = with_values(Config(), {"train.virtual_ranks": 4})
-    with pytest.raises(ConfigError, match=f"train.virtual_ranks does not work with {option}"):
-        with_values(config, {option: value})
-
-
 def test_their_number_is_a_power_of_two() -> None:
     for number in (3, -1, 8192):
         with pytest.raises(ConfigError, match="virtual_ranks"):
