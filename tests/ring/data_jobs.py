@@ -64,12 +64,12 @@ def what_shards_cannot_be_is_refused() -> None:
 
 @only(np=3)
 def the_order_follows_from_seed_and_epoch() -> None:
-    from ringtrain.data.row_order import epoch_order
+    from ringtrain.data.row_order import permutation
 
     ours, reference = compiled(dense()), compiled(dense())
     ringtrain.fit(ours, X, Y, batch_size=32, epochs=2, seed=4, verbose=0, options=options())
     for epoch in range(2):
-        order = epoch_order(100, 1, 4, epoch).reshape(-1)
+        order = permutation(100, 4, epoch)
         reference.fit(X[order], Y[order], batch_size=32, shuffle=False, verbose=0)
     assert distance(ours, reference) < 1e-10
 
