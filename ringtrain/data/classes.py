@@ -63,7 +63,7 @@ def checked(
     if splits[0][0].dtype == np.uint8:
         transform = functools.partial(augment.pixels, num_rows=len(splits[0][0]), padding=padding)
     rows = [Arrays(*split, shuffle=True, transform=transform) for split in splits]
-    return DataSet(rows[0], rows[1], num_classes or largest + 1, shapes[0], has_classes=True)
+    return DataSet(rows[0], rows[1], num_classes or largest + 1, shapes[0], of_classes=True)
 
 
 def check_numbers(where: str, inputs: NDArray[Any]) -> None:

@@ -89,7 +89,7 @@ class DataSet:
     test: Split
     num_classes: int
     input_shape: tuple[int, ...]
-    has_classes: bool = False
+    of_classes: bool = False
     """whether each row's target is an integer class"""
 
     @property

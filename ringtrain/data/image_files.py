@@ -78,7 +78,7 @@ def _pictures(
             is_random=is_train and config.augment,
         )
         splits.append(RecordRows(read, shuffle=is_train, transform=decode))
-    return DataSet(splits[0], splits[1], num_classes, (size, size, 3), has_classes=True)
+    return DataSet(splits[0], splits[1], num_classes, (size, size, 3), of_classes=True)
 
 
 def class_names(folder: Path) -> list[str]:

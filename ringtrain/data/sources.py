@@ -339,7 +339,7 @@ def _classes_or_arguments(name: str, result: Any, num_classes: int, of_classes: 
     given = arguments_of(name, result)
     is_pairs = isinstance(result, tuple | list) and all(isinstance(pair, tuple | list) for pair in result)
     pairs = [*result] if is_pairs and all(len(pair) == 2 for pair in result) else []
-    if pairs and (of_classes or (of_classes is None and all(_has_classes(*pair) for pair in pairs))):
+    if pairs and (of_classes or (of_classes is None and all(_are_classes(*pair) for pair in pairs))):
         train, test = pairs
         return checked(name, train, test, num_classes)
     if of_classes:
@@ -355,7 +355,7 @@ def _classes_or_arguments(name: str, result: Any, num_classes: int, of_classes: 
     return given
 
 
-def _has_classes(x: Any, labels: Any) -> bool:
+def _are_classes(x: Any, labels: Any) -> bool:
     """Returns whether the inputs are one array, and each sample has one integer label of at least 0."""
     if is_nest(x) or is_nest(labels):
         return False

@@ -58,7 +58,6 @@ class Stream(Split):
         DataError: The number of batches is infinite or 0, or less than `steps` for each epoch.
     """
 
-    has_classes = False
     is_held_out = is_endless = is_cut = False
     why_rank_0 = why_whole = ""
     division: division.Division | None = None

@@ -116,7 +116,7 @@ def compiled_model(
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     # Loss and metrics: a model that its function has compiled keeps its own, so that its targets may be of any kind.
     # XLA has no kernel for Horovod's allreduce; "auto" would enable XLA on GPUs.
-    if (is_compiled or ":" in config.model.loss) and data_set.has_classes:
+    if (is_compiled or ":" in config.model.loss) and data_set.of_classes:
         rows["targets"] = f"{data_set.num_classes} integer classes; for other targets, return floats"
     # Options that its function does not know of are refused, or shown in the plan as what they replace.
     if is_compiled:
@@ -163,7 +163,7 @@ def _metrics(named: Named, config: Config, data_set: data.DataSet) -> list[Any]:
     # A metric that comes by itself may be asked for, too. A monitor that is none of them would be waited for in vain.
     metrics = [*models.accuracy(config.model), *named.make_metrics()]
     metrics = list(dict.fromkeys(metrics))
-    stopping.check_monitor(config.train.monitor, metrics, not data_set.has_classes)
+    stopping.check_monitor(config.train.monitor, metrics, not data_set.of_classes)
     return metrics
 
 
