@@ -83,7 +83,7 @@ def test_a_broken_picture_ends_the_job_with_one_line_that_names_it(one_broken, t
     assert ended.returncode == 2, ended.stdout + ended.stderr
     lines = [line.partition("<stderr>:")[2] for line in ended.stderr.splitlines() if "<stderr>:" in line]
     said = [line for line in lines if line.startswith("ringtrain: ")]
-    assert len(said) == 1 and said[0].startswith(f"ringtrain: {name}: transform fails: Invalid JPEG data")
+    assert len(said) == 1 and said[0].startswith(f"ringtrain: {name}: Invalid JPEG data")
     assert [line for line in lines if line.strip()] == said
 
 
@@ -98,4 +98,4 @@ def test_broken_pictures_are_skipped_and_counted_over_all_ranks(one_broken, tmp_
     folder = tmp_path / "skipping"
     assert json.loads((folder / "summary.json").read_text())["skipped_samples"] == 1
     logs = "".join((folder / "logs" / f"rank-{rank}.log").read_text() for rank in range(2))
-    assert f"ringtrain: skipped {name}: transform fails: Invalid JPEG data" in logs
+    assert f"ringtrain: skipped {name}: Invalid JPEG data" in logs

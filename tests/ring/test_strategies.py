@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 import trained
-from launching import ROOT, run
+from launching import run
 from one_start import run_all
 from trained import checkpoints, checksums, cut_off, summary
 
@@ -146,50 +144,6 @@ def test_gradients_that_are_not_added_up_are_noticed_before_the_first_step(tmp_p
     words = [*OPTIONS, "--strategy.name", "towers", "--run.directory", str(tmp_path)]
     ended = run(0, [sys.executable, "-c", BROKEN, *words], LIMIT_S, {"PYTHONPATH": str(HERE)}, warm=True)
     assert ended.returncode == 2 and "the reduction of 2 ranks gave" in ended.stderr, ended.stderr
-
-
-TRIED = {
-    "hvd.compression": "fp16",
-    "hvd.groups": 2,
-    "hvd.merge_rows": True,
-    "hvd.fusion_mb": 7.0,
-    "hvd.cycle_time_ms": 3.0,
-    "hvd.deterministic": True,
-    "tracking.timeline_steps": 3,
-    "train.virtual_ranks": 2,
-    "model.split": "layers:2",
-    "model.micro_batches": 2,
-    "optimizer.accumulation_steps": 4,
-    "optimizer.jit": True,
-    "train.jit": True,
-    "model.sync_batch_norm": True,
-    "checkpoint.saved_model": True,
-}
-
-
-def _table() -> list[tuple[str, Any, str, bool]]:
-    """Option, value, strategy, and whether the page on strategies says that it is refused."""
-    text = (ROOT / "docs" / "strategies.md").read_text().partition("## What is refused")[2]
-    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ") and "no" in line]
-    names = (("ring",), ("mpi-ring",), ("towers", "multi-worker", "ps-sync", "ps-async"))
-    found = []
-    for options, *cells in rows:
-        for text in re.findall(r"`(\w+\.\w+(?: \w+)?)`", options):
-            option, _, value = text.partition(" ")
-            for strategies_of, cell in zip(names, cells, strict=True):
-                found += [(option, value or TRIED[option], name, cell.strip()[:2] == "no") for name in strategies_of]
-    assert len(found) > 90, "the table has another form"
-    return found
-
-
-@pytest.mark.parametrize(("option", "value", "strategy", "is_refused"), _table())
-def test_the_table_of_what_is_refused(option: str, value: Any, strategy: str, is_refused: bool) -> None:
-    values = {"strategy.name": strategy, option: value}
-    if not is_refused:
-        with_values(Config(), values)
-        return
-    with pytest.raises(ConfigError, match=f"^strategy.name {strategy} and {option}( {value})? do not go together"):
-        with_values(Config(), values)
 
 
 def test_horovods_variables_are_refused_and_others_choose_the_collectives() -> None:
