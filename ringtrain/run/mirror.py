@@ -368,10 +368,12 @@ def _for_uploads(store: Any) -> Any:
 
 def _files_of(folder: Path) -> Iterator[Path]:
     """Files of a run folder that are copied as they are."""
-    for path in sorted(folder.rglob("*")):
-        is_left_out = path.relative_to(folder).parts[0] in NOT_COPIED or path.name.startswith(".unfinished")
-        if path.is_file() and not is_left_out:
-            yield path
+    for top in sorted(folder.iterdir()):
+        if top.name in NOT_COPIED:  # not even listed, as the run renames what is in it
+            continue
+        for path in [top, *sorted(top.rglob("*"))]:
+            if path.is_file() and not path.name.startswith(".unfinished"):
+                yield path
 
 
 def _link(path: Path, link: Path) -> None:

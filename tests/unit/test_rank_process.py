@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import shlex
@@ -56,5 +57,13 @@ def test_on_another_host_what_holds_the_output_of_a_failed_rank_is_killed(end: s
     """And the rank has its variables, and SIGINT is not ignored."""
     rank = f'trap "echo caught" INT; kill -INT $$; echo "$A"; sleep 600 & {end}'
     line = horovod_driver.REMOTE % shlex.join(["sh", "-c", rank])
-    ended = subprocess.run(["sh", "-c", line], input="export A='b c'\n", capture_output=True, text=True, timeout=60)
+    begin = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # these tests may run in the background
+    ended = subprocess.run(
+        ["sh", "-c", line],
+        input="export A='b c'\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=begin,
+    )
     assert (ended.returncode, ended.stdout) == (code, "caught\nb c\n")
