@@ -17,7 +17,7 @@ from ringtrain.errors import OutOfSync
 from ringtrain.hvd.collectives import allreduce
 from ringtrain.hvd.keras_patches import distributed, innermost, make_plain, reduction_of, saved_as_its_base, set_class
 from ringtrain.hvd.reducer import Reducer, name_of
-from ringtrain.hvd.reduction import Reduction, scaled
+from ringtrain.hvd.reduction import Reduction, weighed
 from ringtrain.hvd.step_timing import PLACE
 
 
@@ -216,7 +216,7 @@ class _Reducing(keras.optimizers.Optimizer):
         weighted = []
         for gradient, variable in zip(grads, variables, strict=True):
             if gradient is not None and not self.is_local(variable):
-                gradient = scaled(gradient, share)
+                gradient = weighed(gradient, share)
             weighted.append(gradient)
         return weighted
 

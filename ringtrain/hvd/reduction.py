@@ -385,10 +385,16 @@ def _summed_by_row(values: tf.Tensor, indices: tf.Tensor, counts: tf.Tensor) -> 
     return total, rows
 
 
-def scaled(gradient: Any, factor: Any) -> Any:
+def weighed(gradient: Any, share: Any) -> Any:
+    """A gradient, multiplied by a share of the batch."""
+    # Not by `*`, which TensorFlow combines with other factors, in another order in the graph of another strategy.
+    return scaled(gradient, share, tf.math.multiply_no_nan)
+
+
+def scaled(gradient: Any, factor: Any, multiply: Callable[[Any, Any], Any] = tf.multiply) -> Any:
     """A dense or sparse gradient, multiplied by a factor."""
     if isinstance(factor, float) and factor == 1.0:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
+        return tf.IndexedSlices(scaled(gradient.values, factor, multiply), gradient.indices, gradient.dense_shape)
+    return multiply(gradient, tf.cast(factor, gradient.dtype))

@@ -13,7 +13,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from ringtrain.config import Config
-from ringtrain.hvd.reduction import scaled
+from ringtrain.hvd.reduction import weighed
 from ringtrain.run import devices
 from ringtrain.strategies.parameter_server.cluster import LOOK_S, RankGroup
 from ringtrain.strategies.parameter_server.coordinator import SHARE, ParameterServers
@@ -47,7 +47,7 @@ class Synchronous(ParameterServers):
         batch, share, begun = self.batch(where)
         with tf.control_dependencies([begun]):
             loss, reported, gradients = self.gradients(batch)
-        dense = [None if one is None else tf.convert_to_tensor(scaled(one, share)) for one in gradients]
+        dense = [None if one is None else tf.convert_to_tensor(weighed(one, share)) for one in gradients]
         with tf.control_dependencies([one for one in dense if one is not None]):
             end_s = tf.timestamp()
         return self.report([begun, end_s, 0, loss, share], reported), dense
