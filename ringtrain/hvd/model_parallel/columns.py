@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.layers.convolutional.base_conv import BaseConv
 
-from ringtrain.hvd.keras_patches import innermost, path_of, set_untracked
+from ringtrain.hvd.keras_patches import distributed, innermost, path_of, set_untracked
 
 ELEMENTWISE = {
     getattr(keras.activations, name)
@@ -348,9 +348,12 @@ def _is_elementwise(optimizer: Any) -> bool:
     random = np.random.default_rng(0)
     scale = np.repeat([1.0, 10.0], 12).reshape(6, 4)
     start, *gradients = (scale * random.normal(size=(6, 4)) for _ in range(4))
+    kind = type(optimizer)
+    if distributed(optimizer):
+        _, kind = kind.__bases__  # see saved_as_its_base: a twin must not reduce, as ranks come here at their own times
 
     def trained(rows: slice, shape: tuple[int, ...]) -> Any:
-        twin = type(optimizer).from_config(config)
+        twin = kind.from_config(config)
         variable = keras.Variable(start[rows].reshape(shape), dtype="float32", name="kernel")
         twin.build([variable])
         for gradient in gradients:
