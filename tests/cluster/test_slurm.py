@@ -86,7 +86,7 @@ def test_a_job_trains_saves_when_it_is_told_to_comes_back_and_finishes(slurm, tm
     slurm.wait(job, ["PENDING"], TIMEOUT_S)
     first = json.loads((tmp_path / "main" / "summary.json").read_text())
     assert first["stopped_by"] == "SIGUSR1"
-    assert 2 * 11 <= first["global_step"] < 40 * 11
+    assert 2 * 12 <= first["global_step"] < 40 * 12
     try:
         shown = finished(slurm, job, "COMPLETED")
     except TimeoutError as error:
@@ -97,7 +97,7 @@ def test_a_job_trains_saves_when_it_is_told_to_comes_back_and_finishes(slurm, tm
     assert summary["hosts"] == ["host1"] * 2 + ["host2"] * 2
     assert summary["in_sync"] is True
     assert summary["resumed_from"].endswith(f"step-{first['global_step']:08d}")
-    assert (summary["global_step"], summary["stopped_by"]) == (40 * 11, "")
+    assert (summary["global_step"], summary["stopped_by"]) == (40 * 12, "")
     assert summary["test_accuracy"] > 0.96
     assert "psec" not in said(tmp_path) and "help file" not in said(tmp_path)
 

@@ -7,7 +7,8 @@ import numpy as np
 import tensorflow as tf
 
 import ringtrain.hvd as hvd
-from ringtrain.optim.step import Step, seed_of, step_of_all_ranks
+from ringtrain.data import Header
+from ringtrain.optim.step import Step, seed_of
 from ringtrain.optim.sums import SumsOverRanks
 
 ROWS, WIDTH = 6, 5
@@ -25,9 +26,10 @@ class Failing(SumsOverRanks):
             return tf.nest.map_structure(lambda value: None if value is None else tf.identity(value), total)
 
 
-def _batch(rank: int) -> tuple[np.ndarray, np.ndarray]:
+def _batch(rank: int) -> tuple[Header, tuple[np.ndarray, np.ndarray]]:
     draw = np.random.default_rng(rank)
-    return draw.normal(rank, 1.0, (ROWS, WIDTH)).astype("float32"), draw.integers(0, 3, ROWS)
+    header = Header(np.ones(1), np.array([ROWS]), np.array(0.0))
+    return header, (draw.normal(rank, 1.0, (ROWS, WIDTH)).astype("float32"), draw.integers(0, 3, ROWS))
 
 
 def _made() -> tuple[keras.Model, Step, Failing]:
@@ -37,7 +39,11 @@ def _made() -> tuple[keras.Model, Step, Failing]:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss, metrics=["accuracy"])
     sums = Failing()
-    return model, step_of_all_ranks(model, (WIDTH,), sums), sums
+    _, batch = _batch(0)
+    model._symbolic_build(data_batch=tuple(map(tf.convert_to_tensor, batch)))
+    step = Step(model, sums)
+    step.divide(has_header=True, has_empty_parts=False)
+    return model, step.__enter__(), sums
 
 
 def _state(model: keras.Model) -> list[np.ndarray]:
@@ -75,7 +81,7 @@ def a_failed_step_changes_nothing():
 def all_ranks_hold_the_statistics_and_metrics_of_all_rows():
     model, step, _ = _made()
     _train(model, 1)
-    inputs = [_batch(rank)[0] for rank in range(hvd.size())]
+    inputs = [_batch(rank)[1][0] for rank in range(hvd.size())]
     mean = np.mean([rows.mean(axis=0) for rows in inputs], axis=0)
     assert np.allclose(model.layers[0].moving_mean, 0.01 * mean, atol=1e-6)
     assert hvd.check_in_sync(model)
