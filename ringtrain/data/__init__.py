@@ -33,6 +33,7 @@ from ringtrain.data.fit_arguments import BATCH_SIZE, FitArguments, is_nest, with
 from ringtrain.data.from_rank_0 import FromRank0, packed
 from ringtrain.data.inputs import inputs, shapes_of, to_evaluate, why_rank_0
 from ringtrain.data.parts import Header, Parts, rows_of
+from ringtrain.data.python_calls import text_of_data_error
 from ringtrain.data.records import Records
 from ringtrain.data.row_order import evaluation_shard, part_of
 from ringtrain.data.sources import source

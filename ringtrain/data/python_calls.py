@@ -7,6 +7,8 @@ signal. So the end of calls is awaited before.
 from __future__ import annotations
 
 import atexit
+import codecs
+import re
 import threading
 import time
 import weakref
@@ -15,6 +17,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ringtrain.errors import DataError
 
 END_LIMIT_S = 5.0
 QUIET_S = 0.1
@@ -68,6 +72,45 @@ def of_tensorflow(method: Callable[..., Any]) -> Callable[..., Any]:
             return bound(*arguments)
 
     return called
+
+
+def tensors_of(method: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    """Tensors that a bound method returns, a list of arrays or one, from `tf.numpy_function`.
+
+    A DataError of the method is an error of the operation with its class and text, see `text_of_data_error`.
+    TensorFlow would print the traceback of an exception.
+    """
+    import tensorflow as tf
+
+    bound = of_tensorflow(method)
+
+    def called(*arguments: Any) -> list[Any]:
+        try:
+            found = bound(*arguments)
+        except DataError as error:
+            nothing = [np.empty(0, tf.as_dtype(dtype).as_numpy_dtype) for dtype in dtypes]
+            return [*nothing, f"{type(error).__name__}: {error}"]
+        return [*(found if isinstance(found, list) else [found]), ""]
+
+    *found, problem = tf.numpy_function(called, inputs, [*dtypes, tf.string])
+    checked = tf.raw_ops.Assert(condition=tf.equal(problem, ""), data=[problem])
+    with tf.control_dependencies([checked] if checked is not None else []):
+        return [tf.identity(one) for one in found]
+
+
+RAISED = re.compile(r"^ringtrain\.errors\.(?:DataError|DamagedData): (.+)$", re.MULTILINE)
+ASSERTED = re.compile(r"assertion failed: \[(?:DataError|DamagedData): (.*?)\](?:\s*\[\[|\s*$)", re.MULTILINE)
+
+
+def text_of_data_error(error: Exception) -> str:
+    """Text of the DataError by which an operation of a pipeline has failed; "": it was another error."""
+    raised = RAISED.search(str(error))  # in a function of `tf.numpy_function`
+    if raised:
+        return raised[1]
+    asserted = ASSERTED.search(str(error))
+    if not asserted:
+        return ""
+    return codecs.escape_decode(asserted[1].encode())[0].decode(errors="replace")  # as the operation prints texts
 
 
 atexit.register(_calls.wait)

@@ -18,7 +18,7 @@ from ringtrain.data.block_cache import NUM_THREADS, BlockCache, num_bytes
 from ringtrain.data.blocks import Columns, Unreadable, text_of
 from ringtrain.data.data_files import files_of
 from ringtrain.data.parts import Parts
-from ringtrain.data.python_calls import of_tensorflow, weakly
+from ringtrain.data.python_calls import of_tensorflow, tensors_of, weakly
 from ringtrain.data.record_files import opened
 from ringtrain.data.row_order import Order, lane_order
 from ringtrain.errors import DamagedData, DataError
@@ -381,7 +381,7 @@ class RecordRows(NumberedRows):
 
         records, specs = self.records, self.records.specs
         dtypes = [tf.string if dtype.kind == "O" else tf.as_dtype(dtype) for dtype, _ in specs]
-        start, values_of = of_tensorflow(records.start), of_tensorflow(values_of_rows)
+        start = of_tensorflow(records.start)
         num_rows = order.element_spec[1].shape[0]  # None: it differs
         bytes_of_batch = records.bytes_of_row * batch_size
         num_ahead = max(1, min(AHEAD, int(records.cache.max_bytes / 4 / bytes_of_batch)))
@@ -397,7 +397,7 @@ class RecordRows(NumberedRows):
             return of_group(flat, lengths).map(lambda rows, batch: (draw, rows, batch))
 
         def of_group(flat: tf.Tensor, lengths: tf.Tensor) -> tf.data.Dataset:
-            found = tf.nest.flatten(tf.numpy_function(values_of, [flat], dtypes))
+            found = tensors_of(values_of_rows, [flat], dtypes)
             found = [tf.ensure_shape(one, [None, *shape]) for one, (_, shape) in zip(found, specs, strict=True)]
             found = [flat, *found]
             if per_call == 1:  # without a copy
@@ -463,13 +463,12 @@ class RecordRows(NumberedRows):
         import tensorflow as tf
 
         records = self.records
-        readable, values_of = of_tensorflow(self._readable), of_tensorflow(records.values_of)
         dtypes = [tf.string if dtype.kind == "O" else tf.as_dtype(dtype) for dtype, _ in records.specs]
 
         def read_again(draw: tf.Tensor, rows: tf.Tensor) -> Any:
-            numbers = tf.numpy_function(readable, [draw, rows, may_skip], tf.int64)
+            (numbers,) = tensors_of(self._readable, [draw, rows, may_skip], [tf.int64])
             numbers = tf.ensure_shape(numbers, rows.shape)
-            values = tf.nest.flatten(tf.numpy_function(values_of, [numbers], dtypes))
+            values = tensors_of(records.values_of, [numbers], dtypes)
             for number, (_, shape) in enumerate(records.specs):
                 values[number] = tf.ensure_shape(values[number], [*rows.shape, *shape])
             return draw, numbers, records.nested(values)

@@ -26,6 +26,7 @@ CHATTER = re.compile(
     rb"|\d{4}-\d\d-\d\d \d\d:\d\d:[\d.]+: [IW] \S+:\d+\] "  # TensorFlow's own format before it used absl
     rb"|To enable the following instructions: "
     rb"|/job:worker/replica:\d+/task:\d+\s*$"  # second line of a message about waiting for workers
+    rb"|\t \[\[\{\{node Assert\}\}\]\]$"  # of a row that cannot be read, which an error names
     rb"|Improper call to JPEG library|Corrupt JPEG data: |Premature end of JPEG file"  # these do not name the file
 )
 

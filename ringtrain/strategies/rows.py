@@ -236,10 +236,9 @@ def errors_named(name: str) -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        # TensorFlow wraps one that a pipeline has raised, with all its frames.
-        found = re.search(r"^ringtrain\.errors\.(?:DataError|DamagedData): (.+)$", str(error), re.MULTILINE)
-        if found:
-            raise DataError(found[1]) from None
+        text = data.text_of_data_error(error)
+        if text:
+            raise DataError(text) from None
         raise
     except DataError as error:
         error.args = (str(error).replace("ringtrain.fit:", f"{name}:", 1), *error.args[1:])

@@ -84,6 +84,7 @@ def test_a_broken_picture_ends_the_job_with_one_line_that_names_it(one_broken, t
     lines = [line.partition("<stderr>:")[2] for line in ended.stderr.splitlines() if "<stderr>:" in line]
     said = [line for line in lines if line.startswith("ringtrain: ")]
     assert len(said) == 1 and said[0].startswith(f"ringtrain: {name}: Invalid JPEG data")
+    assert [line for line in lines if line.strip()] == said
 
 
 def test_broken_pictures_are_skipped_and_counted_over_all_ranks(one_broken, tmp_path):
