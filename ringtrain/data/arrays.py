@@ -29,6 +29,7 @@ class NumberedRows(Split):
     """Rows by number as `ringtrain.fit` takes them: `Arrays` in memory, or `RecordRows` in files."""
 
     kind, on_resume = "", "nothing is read again"
+    is_in_memory = True
     shuffle: bool | str = False
     _num_samples = 0
 
@@ -163,7 +164,7 @@ class RowNumbers:
     A part without a row in a batch, of which there are fewer than parts, gets the batch's first one.
 
     Attributes:
-        position: Number of the pass that the next iteration reads; first step of it, and the step after the last one.
+        position: First step that the next iteration reads, and the step after its last one, of those of all passes.
         num_whole: Number of whole batches of a pass.
         rest: Rows of the last, smaller batch; 0: there is none.
         num_steps: Number of steps of a pass.
@@ -181,7 +182,7 @@ class RowNumbers:
             self.sizes.append(self.rest)
         self._places = [np.array(parts.places(size)) for size in self.sizes]
         self.num_own = len(self._places[0])
-        self.position = 0, 0, self.num_steps
+        self.position = 0, self.num_steps
         self._last_pass: tuple[int, Order] | None = None
         """number and order of the pass that was read last"""
 
@@ -189,10 +190,10 @@ class RowNumbers:
         return np.array(self.position)
 
     def steps(self) -> tf.data.Dataset:
-        """Numbers of the steps, int64 []."""
+        """Numbers of the steps in their pass, int64 []."""
         import tensorflow as tf
 
-        return self._passes(lambda _, first, end: tf.data.Dataset.range(first, end))
+        return self._iterated(tf.data.Dataset.range).map(lambda step: step % self.num_steps)
 
     def batches(self, num_rows: int | None) -> tf.data.Dataset:
         """Pairs of a pass, int64 [], and the row numbers of a step, int64 [rows of this rank].
@@ -202,42 +203,51 @@ class RowNumbers:
         """
         import tensorflow as tf
 
-        rows, num_whole = of_tensorflow(self._rows), self.num_whole
+        rows = of_tensorflow(self._rows)
         per_call = max(1, min(ROWS_AT_ONCE // self.num_own, ROWS_IN_LANES // self._global_batch_size))
 
-        def read(number: tf.Tensor, first: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
-            numbers = tf.ensure_shape(tf.numpy_function(rows, [number, first, end], tf.int64), [None, num_rows])
-            return tf.data.Dataset.from_tensor_slices((tf.fill([end - first], number), numbers))
+        def read(first: tf.Tensor, end: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            steps = [first, tf.minimum(first + per_call, end)]
+            passes, lengths, numbers = tf.numpy_function(rows, steps, [tf.int64] * 3)
+            numbers = tf.ensure_shape(numbers, [None, self.num_own])
+            return tf.ensure_shape(passes, [None]), tf.ensure_shape(lengths, [None]), numbers
 
-        def of_pass(number: tf.Tensor, first: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
-            end_of_whole = tf.minimum(end, num_whole)
-            begins = tf.data.Dataset.range(first, end_of_whole, per_call)
-            whole = begins.flat_map(lambda begin: read(number, begin, tf.minimum(begin + per_call, end_of_whole)))
-            if not self.rest:
-                return whole
-            last = tf.data.Dataset.range(tf.maximum(first, num_whole), end)
-            return whole.concatenate(last.flat_map(lambda step: read(number, step, step + 1)))
+        def of_steps(first: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
+            return tf.data.Dataset.range(first, end, per_call).map(lambda begin: read(begin, end)).unbatch()
 
-        return self._passes(of_pass)
+        def cut(number: tf.Tensor, length: tf.Tensor, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            return number, numbers[:length] if num_rows is None else numbers
 
-    def _passes(self, of_pass: Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.data.Dataset]) -> tf.data.Dataset:
+        return self._iterated(of_steps).map(cut)
+
+    def _iterated(self, of_steps: Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]) -> tf.data.Dataset:
         """Dataset of which each iteration is what a function makes of the next position."""
         import tensorflow as tf
 
         next_position = of_tensorflow(self.next_position)
 
-        def of_next(_: tf.Tensor) -> tf.data.Dataset:  # called when an iterator is made: one pipeline serves all epochs
-            position = tf.ensure_shape(tf.numpy_function(next_position, [], tf.int64), [3])
-            return of_pass(*tf.unstack(position))
+        def of_next(_: tf.Tensor) -> tf.data.Dataset:  # called when an iterator is made
+            position = tf.ensure_shape(tf.numpy_function(next_position, [], tf.int64), [2])
+            return of_steps(*tf.unstack(position))
 
         dataset = tf.data.Dataset.range(1).flat_map(of_next)
         dataset.row_numbers = self  # which the functions do not keep alive
         return dataset
 
-    def _rows(self, number: np.int64, first: np.int64, end: np.int64) -> NDArray[np.int64]:
-        """Row numbers of some steps of a pass, [steps, rows of this rank]."""
-        places = self._places[0] if first < self.num_whole else self._places[-1]
-        return self._order(int(number)).rows(int(first), int(end), places)
+    def _rows(self, first: np.int64, end: np.int64) -> list[NDArray[np.int64]]:
+        """Of each of some steps the pass, the number of rows, and their numbers, in front in [steps, `num_own`]."""
+        passes, lengths, rows, step = [], [], [], int(first)
+        while step < end:
+            number, begin = divmod(step, self.num_steps)
+            is_whole = begin < self.num_whole
+            stop = min(begin + int(end) - step, self.num_whole if is_whole else self.num_steps)
+            places = self._places[0 if is_whole else -1]
+            found = self._order(number).rows(begin, stop, places)
+            rows.append(np.pad(found, [(0, 0), (0, self.num_own - len(places))]))
+            passes += [number] * (stop - begin)
+            lengths += [len(places)] * (stop - begin)
+            step += stop - begin
+        return [np.array(passes), np.array(lengths), np.concatenate(rows)]
 
     def _order(self, number: int) -> Order:
         last_pass = self._last_pass
@@ -260,6 +270,8 @@ class RowBatches:
         steps_per_epoch: Steps of an epoch, if several epochs share a pass over the data; None: a pass. An epoch does
             not go beyond the end of a pass.
         has_header: Whether batches have a header even if all parts are equal, since other ranks may follow.
+        num_epochs: Epochs that one iterator serves, if each is read to its end before the next one: making one takes as
+            long as several steps of a small model. Of rows in files, which are read in groups, each epoch has its own.
 
     Attributes:
         steps: Number of steps of a pass.
@@ -275,9 +287,14 @@ class RowBatches:
         seed: int,
         steps_per_epoch: int | None = None,
         has_header: bool = False,
+        num_epochs: int = 0,
     ) -> None:
         import tensorflow as tf
 
+        self._num_epochs = num_epochs if samples.is_in_memory else 0
+        self._iterator: Any = None
+        self._next_step = -1
+        """the first step of the epoch that the iterator goes on with"""
         self._numbers = numbers = RowNumbers(samples, global_batch_size, parts, seed)
         self.steps = numbers.num_steps
         self.steps_per_epoch = steps_per_epoch or self.steps
@@ -298,10 +315,13 @@ class RowBatches:
         self.dataset = ahead(batches)
 
     def __call__(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
-        """Iterator over the batches of an epoch from a step on: (header, batch), or the batch alone if `is_even`."""
-        number, begin = divmod(epoch * self.steps_per_epoch + first_step, self.steps)
-        self._numbers.position = number, begin, begin + self.steps_per_epoch - first_step
-        return iter(self.dataset)
+        """Iterator with the batches of an epoch from a step on: (header, batch), or the batch alone if `is_even`."""
+        first, end = epoch * self.steps_per_epoch + first_step, (epoch + 1) * self.steps_per_epoch
+        if first != self._next_step:
+            self._numbers.position = first, max(end, self._num_epochs * self.steps_per_epoch)
+            self._iterator = iter(self.dataset)
+        self._next_step = end if self._num_epochs else -1
+        return self._iterator
 
 
 def _sliceable(nest: Any, target: str) -> Any:

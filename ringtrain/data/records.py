@@ -157,7 +157,7 @@ class Records:
             raise DataError(f"Records.dataset: got batch_size {batch_size!r}, expected an integer of at least 1")
         rows = RecordRows(self, shuffle=seed is not None)
         passes = _Passes(rows, batch_size, Parts.of_rank(0, 1), seed or 0)
-        passes.position = epoch, 0, passes.num_steps
+        passes.position = epoch * passes.num_steps, (epoch + 1) * passes.num_steps
         batches = rows.batches(passes.batches(None if passes.rest else batch_size), batch_size, seed)
         batches = batches.apply(tf.data.experimental.assert_cardinality(passes.num_steps)).prefetch(2)
         return batches
@@ -322,6 +322,7 @@ class RecordRows(NumberedRows):
     """
 
     kind = "records"
+    is_in_memory = False
 
     def __init__(
         self,
@@ -488,8 +489,8 @@ class _Passes(RowNumbers):
 
     def next_position(self) -> NDArray[np.int64]:
         position = super().next_position()
-        number, first, end = self.position
-        self.position = number + 1, first, end
+        first, end = self.position
+        self.position = end, 2 * end - first
         return position
 
 

@@ -214,8 +214,10 @@ class Clock(keras.callbacks.Callback):
 
     def restore_metrics(self) -> None:
         """Gives the metrics their state of the epoch's steps before a resume, once, if they are created already."""
+        if not self.metrics_state:  # `metrics_variables` walks through all layers
+            return
         variables = self.model.metrics_variables
-        if not self.metrics_state or len(variables) != len(self.metrics_state):
+        if len(variables) != len(self.metrics_state):
             return
         for variable, array in zip(variables, self.metrics_state, strict=True):
             variable.assign(array)

@@ -107,7 +107,10 @@ class Mirrored(Strategy):
     def training(self, run: RunContext) -> Iterator[StepsOf]:
         parts = data.Parts.of_rank(run.rank, run.size, self.num_copies)
         train: Any = run.data_set.train
-        batches_of = data.RowBatches(train, run.numbers.samples_per_step, parts, run.config.seed)
+        config = run.config
+        batches_of = data.RowBatches(
+            train, run.numbers.samples_per_step, parts, config.seed, num_epochs=config.train.epochs
+        )
         optimizers = hvd.optimizers_of(run.model)
         local = self.strategy.experimental_local_results
 

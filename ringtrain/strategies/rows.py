@@ -115,6 +115,8 @@ class Rows:
             )
         else:
             numbers = run.numbers
+            # A call of several steps must not go on with the next epoch.
+            num_epochs = run.config.train.epochs if run.model.steps_per_execution == 1 else 0
             self._batches_of = data.RowBatches(
                 cast(data.NumberedRows, self.train),
                 numbers.samples_per_step,
@@ -122,6 +124,7 @@ class Rows:
                 run.config.seed,
                 numbers.steps_per_epoch,
                 has_header,
+                num_epochs,
             )
         # Batches that all epochs share begin with the first epoch that is trained, as in Keras.
         whole = not isinstance(self.train, data.Stream) and self._batches_of.steps == run.numbers.steps_per_epoch

@@ -917,6 +917,8 @@ def _fits(draw: Draw, task: Task, compiled: list[str]) -> list[str]:
     if len(task.targets) > 1 and (has_end or draw.words["validation"] == "filtered"):
         draw.unequal("the end of an unknown length counts in losses of outputs")
     call = f"fit(model, {data}, {', '.join(arguments)})"
+    if any(f"steps_per_epoch={odd}" in call for odd in (1, 3, 5)) and draw.words.get("steps per execution") == "True":
+        draw.unequal("steps_per_epoch that is no multiple of steps_per_execution")
     lines += [*before, f"histories = [{call}.history]"]
     if draw.flag("second fit"):
         if _is_endless_and_shuffled(draw):  # Keras' iterator reads ahead: its next one has other orders in each run
