@@ -163,10 +163,6 @@ class ScheduleConfig:
     """final learning rate of cosine and polynomial, as a fraction of the full one"""
     power: Annotated[float, rule.ABOVE_0, needs("schedule.name", "polynomial")] = 1.0
     """exponent of polynomial; 1: linear decay"""
-    plateau_patience: Annotated[int, AT_LEAST_0] = 0
-    """epochs without improvement of train.monitor after which plateau_factor is applied; 0: never"""
-    plateau_factor: Annotated[float, rule.WITHIN_0_AND_1, needs_above_0("schedule.plateau_patience")] = 0.1
-    """factor of the learning rate after plateau_patience epochs"""
 
 
 @dataclass(frozen=True)
@@ -186,13 +182,11 @@ class TrainConfig:
     jit: bool = False
     """compile forward and backward pass with XLA; the allreduce stays outside"""
     patience: Annotated[int, AT_LEAST_0] = 0
-    """epochs without improvement of monitor after which training stops on all ranks; 0: never"""
-    monitor: Annotated[str, needs_above_0("train.patience", "schedule.plateau_patience")] = "test_loss"
-    """metric that patience and schedule.plateau_patience watch: test_accuracy, loss, ..."""
-    min_delta: Annotated[float, rule.FINITE, needs_above_0("train.patience", "schedule.plateau_patience")] = 0.0
+    """epochs without improvement of monitor after which Keras' EarlyStopping ends training on all ranks; 0: never"""
+    monitor: Annotated[str, needs_above_0("train.patience")] = "test_loss"
+    """metric that patience watches: test_accuracy, loss, ..."""
+    min_delta: Annotated[float, rule.FINITE, needs_above_0("train.patience")] = 0.0
     """smallest change of monitor that counts as an improvement"""
-    target_accuracy: Annotated[float, rule.SHARE] = 0.0
-    """training stops after the first epoch whose test accuracy is at least this; 0: never"""
     callbacks: tuple[str, ...] = ()
     """your Keras callbacks, each a module:function that returns one; run on every rank, with averaged metrics"""
     max_time_s: Annotated[float, AT_LEAST_0] = 0.0

@@ -41,7 +41,6 @@ SEED = 1
 STRATEGIES = ("ring", "mpi-ring")
 OF_ALL = {
     "train.patience": 0,
-    "train.target_accuracy": 0,
     "train.max_time_s": 0,
     "tracking.timeline_steps": 0,
     "hvd.groups": 0,

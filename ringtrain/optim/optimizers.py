@@ -19,19 +19,17 @@ from ringtrain.optimizer_kinds import OPTIMIZERS
 
 @keras.saving.register_keras_serializable(package="ringtrain")
 class LearningRate(keras.optimizers.schedules.LearningRateSchedule):
-    """A `Schedule` as a Keras schedule; `share`: fraction of its rate that is used; `numbers`: its fields."""
+    """A `Schedule` as a Keras schedule; `numbers`: its fields."""
 
-    def __init__(self, share: float = 1.0, **numbers: Any) -> None:
-        self.share = tf.Variable(share, trainable=False, dtype=tf.float64)
+    def __init__(self, **numbers: Any) -> None:
         self.schedule = Schedule(**{**numbers, "milestone_steps": tuple(numbers.get("milestone_steps", ()))})
 
     def __call__(self, step: Any) -> Any:
         # float32 cannot count beyond 2 ** 24.
-        return ops.cast(self.share * self.schedule.rate(ops.cast(step, "float64"), ops), keras.config.floatx())
+        return ops.cast(self.schedule.rate(ops.cast(step, "float64"), ops), keras.config.floatx())
 
     def get_config(self) -> dict[str, Any]:
-        numbers = {**dataclasses.asdict(self.schedule), "milestone_steps": list(self.schedule.milestone_steps)}
-        return {"share": float(self.share), **numbers}
+        return {**dataclasses.asdict(self.schedule), "milestone_steps": list(self.schedule.milestone_steps)}
 
 
 class _Momentum(keras.optimizers.Optimizer):
@@ -177,15 +175,6 @@ def build(config: Config, numbers: Numbers, model: keras.Model) -> keras.optimiz
 def set_rate(optimizer: keras.optimizers.Optimizer, rate: float) -> None:
     """Sets the learning rate of an optimizer whose rate is a number, also inside Keras' LossScaleOptimizer."""
     getattr(optimizer, "inner_optimizer", optimizer).learning_rate = rate
-
-
-def set_rate_share(optimizer: keras.optimizers.Optimizer, full_rate: float, share: float) -> None:
-    """Sets the learning rate of an optimizer to a fraction, `share`, of its schedule's rate or of full_rate."""
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    if isinstance(optimizer._learning_rate, LearningRate):
-        optimizer._learning_rate.share.assign(share)
-    else:
-        set_rate(optimizer, full_rate * share)
 
 
 def with_rate(optimizer: keras.optimizers.Optimizer) -> Any:

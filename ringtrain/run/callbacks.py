@@ -27,10 +27,8 @@ class Callbacks:
         self.evaluation = evaluation.Evaluation(run)
         self.in_sync = hvd.callbacks.CheckInSyncCallback(run.config.train.check_every_steps)
         self.stop = stopping.StopTogether(run)
-        self.plateau = stopping.Plateau(run, self.stop)
         self.saver = saver.Saver(
             run,
-            monitored=self.plateau.values,
             is_due=lambda: self.stop.save_is_due,
             while_saving=faults.while_saving,
             is_ended=lambda: self.stop.is_ended,
@@ -46,7 +44,6 @@ class Callbacks:
             note_rate,  # before a callback changes it
             *run.users_callbacks,  # may add metrics and ask for the end
             self.recorder,  # records what the callbacks above have added
-            self.plateau,  # judges the epoch's metrics, and may ask for the end
             self.stop,  # agrees on all requests to stop, and that the loss is finite, before anything is saved
             self.in_sync,  # ranks that have diverged save nothing
             self.saver,  # saves a state on which all ranks agree

@@ -294,18 +294,16 @@ def show_start(console: Console, process: Process, start: Start) -> None:
         _show_rows(console, {"resumes": f"after step {start.global_step:,}, from {start.source}{unused}"})
 
 
-def show_complete(console: Console, folder: Path, summary: Mapping[str, Any], ended_by: str) -> None:
-    """Prints that a run was complete and stays unchanged. `ended_by`: option that ended it; "": all epochs are done."""
+def show_complete(console: Console, folder: Path, summary: Mapping[str, Any]) -> None:
+    """Prints that a run was complete and stays unchanged."""
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(summary["started"] + summary["fit_s"]))
     more = f"raise --train.epochs above {summary['config']['train']['epochs']}"
-    if ended_by:
-        more = f"change --{ended_by}, which ended it"
+    if summary["stopped_by"]:
+        more = f"{summary['stopped_by']} ended it: give another name"
     elif summary["config"]["schedule"]["name"] in ("cosine", "polynomial"):
         more = "give another --run.name: its learning rate depends on --train.epochs"
     elif "script" in summary:
         more = "raise epochs, or give another name"
-        if summary["stopped_by"]:
-            more = f"{summary['stopped_by']} ended it: give another name"
     rows = {"complete": f"since {since}, after step {summary['global_step']:,}"}
     if summary["test_accuracy"] is not None:
         rows["test accuracy"] = f"{summary['test_accuracy']:.2%}"
@@ -322,15 +320,10 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proo
     if summary["config"]["run"]["resume"] not in ("auto", "must"):
         resume = " --run.resume auto"
     stopped = f"by {summary['stopped_by']}; to resume, repeat the command with --run.name {folder.name}{resume}"
-    if summary["stopped_by"] == "train.patience":
-        watched = summary["config"]["train"]
-        stopped = f"{watched['patience']} epochs without a better {watched['monitor']}"
-    elif summary["stopped_by"] == "train.target_accuracy":
-        stopped = "the target of test accuracy is reached"
+    if summary["stopped_by"] == A_CALLBACK:
+        stopped = f"by {A_CALLBACK}"
     elif "script" in summary:
-        stopped = f"by {summary['stopped_by']}"
-        if summary["stopped_by"] != A_CALLBACK:
-            stopped += f"; to resume, start the script again with name={folder.name!r}"
+        stopped = f"by {summary['stopped_by']}; to resume, start the script again with name={folder.name!r}"
     rows = {}
     if summary["stopped_by"]:
         rows["stopped"] = f"after step {summary['global_step']:,}, {stopped}"

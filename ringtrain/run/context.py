@@ -168,8 +168,6 @@ class Job:
     """of the user's callbacks, if it is kept longer than by one run; None: made when training begins"""
     begun: set[int] = field(default_factory=set)
     """ids of the user's callbacks that have seen `on_train_begin` in this process"""
-    ends_with_callbacks: bool = False
-    """whether a run that a callback has ended trains no further when it is started again"""
 
     def num_evaluations(self, first: int, end: int) -> int:
         """Number of evaluations in these epochs."""

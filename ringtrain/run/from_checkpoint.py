@@ -7,7 +7,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,9 +87,7 @@ def find_start(process: Process) -> None:
         process.config = with_values(process.config, {"run.resume": "auto"})
 
 
-def restore(
-    process: Process, job: Job, numbers: Numbers, is_trained: Callable[[Start], bool]
-) -> tuple[Start, Mapping[str, Any]]:
+def _restore(process: Process, job: Job) -> tuple[Start, Mapping[str, Any]]:
     """Restores the checkpoint that `find_start` has decided on, on every rank, if there is one. Collective.
 
     Returns the position from which the run starts and, if the run is complete, its summary.json, which rank 0 then
@@ -99,7 +97,7 @@ def restore(
     from ringtrain.run import resume
 
     # The newest valid checkpoint, from rank 0's disk: the ranks need no common one.
-    config = process.config
+    config, numbers = process.config, job.numbers
     of_name = {name: text for name, text in job.checksums.items() if name in job.of_name}
     start = resume.restore(job.model, *resume.source_of(config), config, numbers, of_name)
     if not start.source and config.run.resume != "never":  # with that, an existing folder is refused later
@@ -113,7 +111,7 @@ def restore(
             text = f"{start.source} was saved with another {what}: its weights were trained with that"
             print(f"ringtrain: {text}", file=sys.stderr, flush=True)
     # A run that is complete stays as it is. One that has nothing saved may begin from other weights.
-    summary = complete_summary(process, start, is_trained(start), f"{job.validation.prefix}accuracy")
+    summary = complete_summary(process, start, start.global_step >= numbers.num_steps)
     if not summary and config.run.init_from and not start.source:
         source = Path(config.run.init_from)
         hvd.on_rank_0(lambda: resume.load_weights(job.model, source))
@@ -174,9 +172,8 @@ class FromCheckpoint:
     """State of a run from its newest checkpoint: a base class of sources, see `run.context.Source`."""
 
     def restore(self, process: Process, job: Job) -> tuple[Start, Mapping[str, Any]]:
-        num_steps = job.numbers.num_steps
         find_start(process)
-        start, summary = restore(process, job, job.numbers, lambda start: start.global_step >= num_steps)
+        start, summary = _restore(process, job)
         if summary:  # a script may go on with the same data
             num_epochs, num_steps = divmod(start.global_step, job.numbers.steps_per_epoch)
             job.pass_over(start.initial_epoch, num_epochs + bool(num_steps), was_stopped=num_steps > 0)
@@ -198,27 +195,18 @@ class FromCheckpoint:
         return Opening(folder=folder, log=f"rank-{hvd.rank()}.log", event="start", facts=facts, start_s=start_s)
 
 
-def complete_summary(
-    process: Process, start: Start, is_trained: bool, accuracy_name: str = "test_accuracy"
-) -> Mapping[str, Any]:
+def complete_summary(process: Process, start: Start, is_trained: bool) -> Mapping[str, Any]:
     """Summary of a run with nothing left to train or to export, which rank 0 then prints; else {}. Collective."""
     from ringtrain import hvd
-    from ringtrain.run import stopping
 
-    # It has ended by its options: after its last step, or by a rule such as train.patience.
     config, folder = process.config, process.lock.folder
-    ended_by = ""
-    if not is_trained:
-        accuracy = start.metrics.get(accuracy_name, 0.0)
-        ended_by = stopping.reason_to_stop(config, start.monitored, accuracy)
 
     def read() -> Mapping[str, Any]:
         if folder is None or Path(start.source).parent != folder / "checkpoints":
             return {}
         summary = run_folder.read_summary(folder)
-        # A configured run continues after its callbacks have ended it; those of a script decide for good.
-        of_script = "script" in summary
-        is_ended = of_script and summary["stopped_by"] == console.A_CALLBACK
+        # Callbacks decide for good.
+        of_script, is_ended = "script" in summary, summary["stopped_by"] == console.A_CALLBACK
         # It is complete with all its files only; an export that has failed is tried again.
         exported = ["model.keras"]
         if config.checkpoint.saved_model:
@@ -226,13 +214,13 @@ def complete_summary(
         has_all = "not_exported" not in summary and all((folder / name).exists() for name in exported)
         has_all = has_all or (of_script and checkpoint.result_step(folder) == start.global_step)
         has_all = has_all and summary.get("global_step") == start.global_step
-        if has_all and (is_trained or ended_by or is_ended):
+        if has_all and (is_trained or is_ended):
             return summary
         return {}
 
     summary = hvd.on_rank_0(read)
     if summary and folder is not None:
-        console.show_complete(console.terminal_of(process), folder, summary, ended_by)
+        console.show_complete(console.terminal_of(process), folder, summary)
     return summary
 
 

@@ -51,8 +51,6 @@ class Start:
     """Checkpoint folder; "": start from scratch."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the last complete epoch."""
-    monitored: tuple[float, ...] = ()
-    """Values of train.monitor, one per complete epoch, if it was monitored."""
     step_logs: Mapping[str, Any] = field(default_factory=dict)
     """Logs of the last step, if the end of its epoch is to be made up for."""
     is_open: bool = False
@@ -255,9 +253,10 @@ def restore(
         return _local_states(newest, model, config.seed)
 
     by_rank = hvd.run_together(load)
-    if newest is not None and resume_check.is_of_a_script(config):
-        start = _in_epochs_of(start, newest, numbers)
+    if newest is not None:
         start = dataclasses.replace(start, is_ended=start.is_ended and resume_check.is_own(newest, config))
+        if resume_check.is_of_a_script(config):
+            start = _in_epochs_of(start, newest, numbers)
     spec: model_state.Spec = []
     if by_rank:
         spec = model_state.spec(by_rank[0])
@@ -331,8 +330,7 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
     if newest is None:
         return None, Start()
     saved = newest.manifest
-    monitored = tuple(saved.get("monitored", ()))
-    start = Start(newest.global_step, str(newest.folder), saved["metrics"], monitored, refused=tuple(refused))
+    start = Start(newest.global_step, str(newest.folder), saved["metrics"], refused=tuple(refused))
     start = dataclasses.replace(
         start,
         checksums=saved.get("checksums", {}),

@@ -34,7 +34,6 @@ FREE = (
     "train.max_time_s",
     "train.check_every_steps",
     "train.patience",
-    "train.target_accuracy",
     "model.split",
     "model.stages",
 )

@@ -36,10 +36,9 @@ class Saver(keras.callbacks.Callback):
     callbacks that add to an epoch's metrics and after `StopTogether`.
 
     Args:
-        monitored: values of train.monitor; grows during training.
         is_due: whether the ranks have agreed to save now; the same on every rank.
         while_saving: called on rank 0 with the global step, in the middle of every save.
-        is_ended: whether a callback of a script has ended the run.
+        is_ended: whether a callback has ended the run.
 
     Attributes:
         facts: plain values for the manifest.
@@ -51,7 +50,6 @@ class Saver(keras.callbacks.Callback):
     def __init__(
         self,
         run: RunContext,
-        monitored: Sequence[float] = (),
         is_due: Callable[[], bool] = lambda: False,
         while_saving: Callable[[int], None] = lambda global_step: None,
         is_ended: Callable[[], bool] = lambda: False,
@@ -63,7 +61,7 @@ class Saver(keras.callbacks.Callback):
         self.facts = {"config": dataclasses.asdict(run.config), "numbers": dataclasses.asdict(run.numbers)}
         self.facts |= {"versions": tracking.versions(), "checksums": dict(run.checksums)}
         self.metrics, self.best_by = dict(run.start.metrics), f"{run.validation.prefix}accuracy"
-        self.monitored, self.is_due, self.while_saving, self.is_ended = monitored, is_due, while_saving, is_ended
+        self.is_due, self.while_saving, self.is_ended = is_due, while_saving, is_ended
         self.callback_state: CallbackState | None = run.callback_state
         if run.users_callbacks and self.callback_state is None:
             self.callback_state = CallbackState(run.users_callbacks, run.model)
@@ -208,7 +206,6 @@ class Saver(keras.callbacks.Callback):
         facts: dict[str, Any] = {
             **self.facts,
             "metrics": self.metrics,
-            "monitored": list(self.monitored),
             "num_ranks": hvd.size() * hvd.num_copies(self.model),
             "shared_state": hvd.is_shared(self.model),
             "frozen": model_state.frozen_layers(self.model),

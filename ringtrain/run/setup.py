@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ringtrain import config_io, data, models
-from ringtrain.config import Config, changed_options, nearest, value_of
-from ringtrain.derived import Numbers
+from ringtrain.config import Config, TrainConfig, changed_options, nearest, value_of
+from ringtrain.derived import Numbers, lower_is_better
 from ringtrain.errors import ConfigError
 from ringtrain.monitor import fault_injection
 from ringtrain.run import devices
@@ -68,9 +68,19 @@ def own_callbacks(config: Config) -> Callable[[], list[keras.callbacks.Callback]
             if not isinstance(callback, keras.callbacks.Callback):
                 kind = type(callback).__name__
                 raise ConfigError(f"train.callbacks: {name} returned {kind}, expected a Keras callback")
+        if config.train.patience:
+            made.append(early_stopping(config.train))
         return made
 
     return make
+
+
+def early_stopping(options: TrainConfig) -> keras.callbacks.EarlyStopping:
+    """Keras' callback with the options of a run."""
+    import keras
+
+    mode = "min" if lower_is_better(options.monitor) else "max"
+    return keras.callbacks.EarlyStopping(options.monitor, options.min_delta, options.patience, mode=mode)
 
 
 def compiled_model(

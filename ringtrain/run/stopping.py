@@ -1,8 +1,4 @@
-"""Ends a run on all ranks after the same step: signals, time limits, callbacks, plateaus, non-finite loss.
-
-Early stopping, a lower learning rate on a plateau and the end at a target accuracy are pure functions of the metric's
-values so far, one per epoch. Every checkpoint holds these values, so a resumed run makes the same decisions.
-"""
+"""Ends a run on all ranks after the same step: signals, a time limit, callbacks, a non-finite loss."""
 
 from __future__ import annotations
 
@@ -20,11 +16,9 @@ import keras
 import numpy as np
 
 from ringtrain import hvd
-from ringtrain.config import Config, nearest
-from ringtrain.derived import lower_is_better
+from ringtrain.config import nearest
 from ringtrain.errors import ConfigError, DataError, NonFiniteLoss
 from ringtrain.monitor.journal import Journal
-from ringtrain.optim import optimizers
 from ringtrain.run import resume
 from ringtrain.run.console import A_CALLBACK, leave_closed_terminal
 
@@ -96,10 +90,9 @@ class StopTogether(keras.callbacks.Callback):
 
     Attributes:
         save_is_due: whether the ranks have just agreed that checkpoint.every_minutes is over; the same on every rank.
-        stopped_by: why training ended before its last step: a signal's name, "train.max_time_s", "train.patience",
-            "train.target_accuracy" or "a callback"; "" if it did not.
-        is_ended: whether a callback of a script has asked for the end, also if a signal came first; the same on every
-            rank.
+        stopped_by: why training ended before its last step: a signal's name, "train.max_time_s" or "a callback"; "" if
+            it did not.
+        is_ended: whether a callback has asked for the end, also if a signal came first; the same on every rank.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -112,7 +105,7 @@ class StopTogether(keras.callbacks.Callback):
         self._has_agreed = False
         self.save_is_due = False
         before = run.start.ending
-        self.is_ended = before.is_ended or (run.ends_with_callbacks and run.start.is_ended)
+        self.is_ended = before.is_ended or run.start.is_ended
         self.stopped_by = before.stopped_by
         if self.is_ended:
             self.stopped_by = self.stopped_by or A_CALLBACK
@@ -233,81 +226,6 @@ def _is_finite(logs: Mapping[str, Any]) -> bool:
         losses = [value for name, value in logs.items() if name.endswith("_loss")]
     # A number in nearly all cases, for which NumPy takes a hundred times as long.
     return all(math.isfinite(loss) if isinstance(loss, float) else np.isfinite(loss).all() for loss in losses)
-
-
-def plateaus(values: Sequence[float], patience: int, lower_is_better: bool, min_delta: float) -> int:
-    """Counts how often `patience` epochs in a row brought no improvement over `min_delta`, as Keras' callbacks do."""
-    best, waited, reached = math.inf, 0, 0
-    for value in values:
-        signed = value if lower_is_better else -value
-        waited += 1
-        if signed < best - min_delta:
-            best, waited = signed, 0
-        elif waited >= patience:
-            waited, reached = 0, reached + 1
-    return reached
-
-
-class Plateau(keras.callbacks.Callback):
-    """Applies patience, plateau_patience and target_accuracy. Belongs after `Evaluation`, before `StopTogether`."""
-
-    def __init__(self, run: RunContext, stop: StopTogether) -> None:
-        super().__init__()
-        self.run, self.config, self.stop = run, run.config, stop
-        self.values, self.accuracy = list(run.start.monitored), f"{run.validation.prefix}accuracy"
-        reason = reason_to_stop(run.config, self.values, run.start.metrics.get(self.accuracy, 0.0))
-        stop.stopped_by = stop.stopped_by or reason
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._set_rate()
-
-    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        if not self.run.clock.epoch_complete:
-            return
-        # Rank 0's values for all ranks, so that all decide the same even if a callback changes one rank's logs.
-        train, logs = self.config.train, logs or {}
-        local: list[float | None] = []
-        for name in (train.monitor, self.accuracy):
-            number = logs.get(name)
-            if number is not None:
-                number = float(number)
-            local.append(number)
-        value, accuracy = hvd.broadcast_object(local, 0, name="ringtrain_monitor")
-        if value is None and (train.patience or self.config.schedule.plateau_patience):
-            raise ConfigError(f"train.monitor: got {train.monitor}, expected a metric of this model: {', '.join(logs)}")
-        if accuracy is None and train.target_accuracy:
-            raise ConfigError(
-                f"train.target_accuracy: this model has no {self.accuracy}, only {', '.join(logs)}: leave it out"
-            )
-        if value is not None:
-            self.values.append(value)
-        self._set_rate()
-        reason = reason_to_stop(self.config, self.values, accuracy or 0.0)
-        if reason:
-            self.stop.request(reason)
-
-    @property
-    def share(self) -> float:
-        """Remaining fraction of the learning rate."""
-        schedule, train = self.config.schedule, self.config.train
-        if not schedule.plateau_patience:
-            return 1.0
-        falls = lower_is_better(train.monitor)
-        return schedule.plateau_factor ** plateaus(self.values, schedule.plateau_patience, falls, train.min_delta)
-
-    def _set_rate(self) -> None:
-        if self.config.schedule.plateau_patience:
-            optimizers.set_rate_share(self.model.optimizer, self.run.numbers.learning_rate, self.share)
-
-
-def reason_to_stop(config: Config, values: Sequence[float], accuracy: float) -> str:
-    """Returns the option that ends training now, or "". `values`: train.monitor per epoch; `accuracy`: on test data."""
-    train = config.train
-    if train.patience and plateaus(values, train.patience, lower_is_better(train.monitor), train.min_delta):
-        return "train.patience"
-    if 0 < train.target_accuracy <= accuracy:
-        return "train.target_accuracy"
-    return ""
 
 
 def check_monitor(monitor: str, metrics: Sequence[keras.metrics.Metric | str], has_more: bool = False) -> None:

@@ -137,8 +137,8 @@ def _size(part: data.Split) -> str:
 
 def _check_monitor(config: Config, has_test: bool, is_each_epoch: bool) -> None:
     """Raises ConfigError if train.monitor is a metric of test data that some epochs do not have."""
-    monitor, is_monitored = config.train.monitor, config.train.patience or config.schedule.plateau_patience
-    if is_monitored and monitor.startswith("test_") and not (has_test and is_each_epoch):
+    monitor = config.train.monitor
+    if config.train.patience and monitor.startswith("test_") and not (has_test and is_each_epoch):
         lack = "is not evaluated after each epoch" if has_test else "has no test data"
         raise ConfigError(
             f"train.monitor: got {monitor}, but {config.data.name} {lack}: choose loss, or evaluate each epoch"

@@ -123,7 +123,6 @@ def _job(process: Process, source: ScriptSource) -> Job:
         all_callbacks=everyone,
         validation=validation,
         plan={**plan, **more},
-        ends_with_callbacks=True,
         facts={
             "script": sys.argv[0],
             "unlike_one_process": unlike,

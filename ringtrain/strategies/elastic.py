@@ -328,8 +328,7 @@ class Committer(keras.callbacks.Callback):
         callbacks = self.run.callbacks
         self._share()
         # From here on nothing of the epoch's end is undone.
-        metrics, monitored = callbacks.saver.metrics, tuple(callbacks.plateau.values)
-        self.state.start = dataclasses.replace(self.state.start, metrics=metrics, monitored=monitored)
+        self.state.start = dataclasses.replace(self.state.start, metrics=callbacks.saver.metrics)
         # Another host may have the next rank 0, and no common file system with this one.
         records = run_folder.records_of(self.run.folder) if self.run.rank == 0 else ""
         self.state.records = hvd.broadcast_object(records, root_rank=0, name="ringtrain_records")

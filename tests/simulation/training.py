@@ -298,7 +298,7 @@ class Saver(keras.callbacks.Callback):
 
 
 def callbacks_of(member: Member, run: Any) -> SimpleNamespace:
-    found = SimpleNamespace(evaluation=Evaluation(member), plateau=SimpleNamespace(values=[], share=1.0))
+    found = SimpleNamespace(evaluation=Evaluation(member))
     run.callbacks = found
     found.saver = Saver(member, run)
     found.stop = stopping.StopTogether(run)

@@ -130,7 +130,7 @@ COMPLETED = {
     "train --train.e": ["--train.epochs "],
     "train -np 2 --optimizer.name la": ["lamb", "lars"],
     "train --help da": ["data "],
-    "train --schedule.plateau-": ["--schedule.plateau-patience", "--schedule.plateau-factor"],
+    "train --schedule.warmup-": ["--schedule.warmup-epochs", "--schedule.warmup-start"],
     "launch --launcher mp": ["mpirun", "mpijob"],
     "sweep --ob": ["--objective "],
     "bench al": ["allreduce "],

@@ -273,7 +273,7 @@ def test_a_loss_replaces_that_of_a_compiled_model_visibly(start: Any, capfd: pyt
         (
             "seldom",
             "dense",
-            (*MSE, "--schedule.plateau-patience", "1"),
+            (*MSE, "--train.patience", "1"),
             "got test_loss, but .*seldom .* after each epoch",
         ),
         ("texts", "dense", MSE, "texts: Invalid dtype: str"),

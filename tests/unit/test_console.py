@@ -189,7 +189,7 @@ def test_one_process_is_proposed_where_ranks_of_one_host_s_processors_wait_for_e
     assert not said(times_of(0, wait_share=0.6)) and not said({}, {})
 
 
-@pytest.mark.parametrize("stopped_by", ["", "SIGINT", "train.patience"])
+@pytest.mark.parametrize("stopped_by", ["", "SIGINT", "a callback"])
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_finished_run_tells_how_long_it_took_and_what_to_look_at_in_72_columns(stopped_by, is_terminal):
     output = io.StringIO()
@@ -204,7 +204,7 @@ def test_a_finished_run_tells_how_long_it_took_and_what_to_look_at_in_72_columns
             "global_step": 660,
             "ranks": [{}, *(times_of(share) for share in (0.02, 0.38, 0.1))],
         },
-        "config": {"run": {"resume": "never"}, "train": {"patience": 3, "monitor": "test_loss"}},
+        "config": {"run": {"resume": "never"}},
     }
     console = Console(file=output, width=200, force_terminal=is_terminal, color_system=None)
     show_result(console, Path("runs/digits-20261120-110602"), summary, "proof", 3700.0)

@@ -100,7 +100,7 @@ def test_a_checkpoint_of_format_1_between_two_updates_is_refused():
 def test_a_run_is_complete_with_all_that_it_is_to_export(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("ringtrain.hvd.rank", lambda: 0)  # Horovod is not started in this process
     monkeypatch.setattr("ringtrain.hvd.on_rank_0", lambda function: function())
-    summary = {"global_step": 20, "test_accuracy": 0.5, "started": 0.0, "fit_s": 1.0}
+    summary = {"global_step": 20, "stopped_by": "", "test_accuracy": 0.5, "started": 0.0, "fit_s": 1.0}
     run_folder.write_summary(tmp_path, summary | {"config": dataclasses.asdict(Config())})
     start = resume.Start(20, str(tmp_path / "checkpoints" / "step-00000020"))
     lock = run_folder.RunLock()
