@@ -141,9 +141,9 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
         raise DamagedCheckpoint(f"{folder}: no {MANIFEST}: not a checkpoint, or not a whole one") from None
     except INVALID as error:
         raise DamagedCheckpoint(f"{folder / MANIFEST}: cannot be read: {error}") from error
-    if manifest["format"] > FORMAT:
+    if manifest["format"] != FORMAT:
         raise CheckpointError(
-            f"{folder}: has format {manifest['format']}, this ringtrain reads up to {FORMAT}: use the newer ringtrain"
+            f"{folder}: has format {manifest['format']}, this ringtrain reads {FORMAT}: use the one that has saved it"
         )
     return manifest, digest
 

@@ -292,7 +292,7 @@ def _local_states(newest: checkpoint.Checkpoint, model: keras.Model, seed: int) 
     else:
         metrics = [model_state.metrics_state(of_ranks, rank, size, copies) for rank in range(size)]
         same = len(of_ranks) == size * copies and not was_shared
-    if newest.manifest["format"] == 1 or is_shared:  # in which only the seeds have the same indices
+    if is_shared:  # only the seeds have the same indices
         seeds = [f"{index:05d}" for index in range(len(hvd.seeds(model)))]
         for rank, arrays in enumerate(of_ranks):
             of_ranks[rank] = {key: arrays[key] for key in seeds if key in arrays}
@@ -383,13 +383,6 @@ def restore_result(model: keras.Model, folder: Path, summary: Mapping[str, Any],
     """
 
     def load() -> None:
-        if not (folder / checkpoint.RESULT).exists():  # of an earlier version
-            try:
-                load_weights(model, folder / "model.keras")
-            except CheckpointError as error:
-                fix = "give fit another name, or delete this file to end the run again from its last checkpoint"
-                raise CheckpointError(f"{error}: {fix}") from error
-            return
         model_state.assign(model.weights, checkpoint.load_result(folder))
         names = ["model.keras"]
         if saved_model:

@@ -160,14 +160,9 @@ def require_whole_update(newest: checkpoint.Checkpoint, numbers: Numbers) -> Non
     then, accumulated = newest.manifest["num_ranks"], numbers.accumulation_steps
     if not newest.global_step % accumulated:
         return
-    between = f"between two updates (step {newest.global_step}, optimizer.accumulation_steps {accumulated})"
-    if then > 1 and newest.manifest["format"] == 1:
-        raise ConfigError(
-            f"{newest.folder}: was made {between} in format 1, of which each rank's gradients cannot be restored:"
-            f" resume from a checkpoint of an epoch's end"
-        )
     if then != numbers.num_ranks:
         raise ConfigError(
-            f"{newest.folder}: was made by {then} ranks {between}: resume with {then} ranks, or from a checkpoint of an"
+            f"{newest.folder}: was made by {then} ranks between two updates (step {newest.global_step},"
+            f" optimizer.accumulation_steps {accumulated}): resume with {then} ranks, or from a checkpoint of an"
             f" epoch's end"
         )

@@ -100,7 +100,7 @@ def test_files_are_flushed_before_the_rename_and_the_folder_after_it(tmp_path, m
     assert calls == [*files, ("fsync", unfinished, 0), ("rename", unfinished, 0), ("fsync", tmp_path.name, 0)]
 
 
-def test_a_file_that_is_missing_and_a_newer_format_are_named(tmp_path):
+def test_a_file_that_is_missing_and_another_format_are_named(tmp_path):
     path = saved(tmp_path)
     (path / "ranks.npz").unlink()
     with pytest.raises(CheckpointError, match=r"ranks\.npz: cannot be read: No such file"):
@@ -108,7 +108,7 @@ def test_a_file_that_is_missing_and_a_newer_format_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="not a checkpoint, or not a whole one"):
         checkpoint.verify(tmp_path)
     newer = checkpoint.save(tmp_path, 18, FILES, {"format": checkpoint.FORMAT + 1})
-    with pytest.raises(CheckpointError, match="use the newer ringtrain"):
+    with pytest.raises(CheckpointError, match="use the one that has saved it"):
         checkpoint.verify(newer)
 
 
@@ -162,10 +162,10 @@ def test_what_cannot_be_read_for_a_moment_is_read_again(tmp_path, unreadable, mo
     assert pauses == [0.5]
 
 
-def test_a_newer_format_is_neither_passed_over_nor_removed(tmp_path):
+def test_another_format_is_neither_passed_over_nor_removed(tmp_path):
     saved(tmp_path, 10)
     checkpoint.save(tmp_path, 20, FILES, {"format": checkpoint.FORMAT + 1})
-    with pytest.raises(CheckpointError, match="use the newer ringtrain"):
+    with pytest.raises(CheckpointError, match="use the one that has saved it"):
         checkpoint.newest(tmp_path)
 
 

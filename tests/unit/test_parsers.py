@@ -167,7 +167,7 @@ EVENTS: list[dict[str, Any]] = [
 ]
 STEPS = {"rank": 0, "offset_s": 0.0, "error_s": 0.1, "host": "a", "gradients": ["g"]}
 TIMELINE = [STEPS, [1, [1.0, 1.1, 1.2, 1.3, 1.4], [1.1], [1.2]]]
-MANIFEST = {"format": 1, "files": {"missing": {"bytes": 1, "sha256": "x"}}, "metrics": {"accuracy": 0.5}}
+MANIFEST = {"format": 2, "files": {"missing": {"bytes": 1, "sha256": "x"}}, "metrics": {"accuracy": 0.5}}
 JSON: dict[str, tuple[Callable[[str, Path], Any], list[Any], tuple[type[Exception], ...]]] = {
     "plan": (read_plan, [{"size": 2, "hosts": [["a", 1], ["b", 1]], "source": "x"}], (ValueError,)),
     "failure": (read_failure, [vars(Failure(1, "a", 1.0, "E", "x", 3))], ()),

@@ -84,19 +84,6 @@ def test_scalings_are_compared_by_what_they_mean():
         resumes(saved(auto, 4), replaced(auto, "optimizer", learning_rate=0.5), 4)
 
 
-def test_a_checkpoint_of_format_1_between_two_updates_is_refused():
-    config = Config(optimizer=OptimizerConfig(accumulation_steps=2))
-    numbers = derive(config, 2, 10_000, 10)
-    for step, file_format, refused in ((21, 1, True), (20, 1, False), (21, 2, False)):
-        found = saved(config, 2, step)
-        found = dataclasses.replace(found, manifest={**found.manifest, "format": file_format})
-        if not refused:
-            resume_check.require_whole_update(found, numbers)
-            continue
-        with pytest.raises(ConfigError, match=r"between two updates \(step 21, .* in format 1.*an epoch's end"):
-            resume_check.require_whole_update(found, numbers)
-
-
 def test_a_run_is_complete_with_all_that_it_is_to_export(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("ringtrain.hvd.rank", lambda: 0)  # Horovod is not started in this process
     monkeypatch.setattr("ringtrain.hvd.on_rank_0", lambda function: function())
@@ -123,7 +110,6 @@ def test_the_number_of_ranks_may_not_change_between_two_updates(step: int, num_r
     """Each rank has added gradients of its own."""
     config = replaced(ADASUM, "optimizer", accumulation_steps=4)
     newest = saved(config, 2, step)
-    newest.manifest["format"] = 2
     numbers = derive(config, num_ranks, 10_000, 10)
     if not is_refused:
         resume_check.require_whole_update(newest, numbers)
