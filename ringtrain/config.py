@@ -29,9 +29,9 @@ class RunConfig:
     """folder of this run; empty: name of the data set and time"""
     directory: str = "runs"
     """folder that holds all runs"""
-    resume: str = "auto"
-    """auto: resume from the newest checkpoint in this run's folder, if any; must: fail without one; never; or the path
-    of a run or checkpoint to resume from"""
+    resume: Literal["auto", "must", "never"] = "auto"
+    """auto: resume from the newest checkpoint in this run's folder, if any; must: fail without one; never: refuse a
+    folder that holds a run"""
     init_from: str = ""
     """checkpoint, run or .keras file from which only the initial weights are loaded"""
     mirror: str = ""

@@ -99,8 +99,7 @@ def fit(
         steps_per_epoch: Batches of an epoch, for generators and data without an end. All epochs are one iteration. With
             arrays a divisor of their number of batches, or so few that all epochs are within one pass.
         seed: Of the order and, on the other ranks than rank 0, of dropout.
-        resume: "auto", "must" (fail without a checkpoint), "never", or the path of a run or checkpoint, which this one
-            continues, also with other data, loss or metrics.
+        resume: "auto", "must" (fail without a checkpoint), or "never".
         options: Further options, such as `{"checkpoint.every_steps": 100}` or the same as a `Config`.
         validation_split, validation_steps, validation_batch_size, validation_freq: As in `keras.Model.fit`.
 
@@ -228,7 +227,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     # A command such as ringtrain prove starts the script as it is, and wants a few steps of it.
     from_command = ForScript.from_environment()
     if from_command.steps:
-        arguments = _short(model, options, arguments, from_command)
+        arguments = _short(model, arguments, from_command)
     # Options first: which library the ranks talk by is decided before ringtrain.hvd is imported.
     config = _config(model, name, options, arguments)
     strategies.prepare(config)
@@ -276,9 +275,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     return history
 
 
-def _short(
-    model: keras.Model, options: Config, arguments: data.FitArguments, from_command: ForScript
-) -> data.FitArguments:
+def _short(model: keras.Model, arguments: data.FitArguments, from_command: ForScript) -> data.FitArguments:
     """Arguments of a call that a command makes short, and that resumes when the script is started again."""
     # The command counts steps, and Keras trains whole calls of several.
     per_call = model.steps_per_execution
@@ -286,15 +283,7 @@ def _short(
     values: dict[str, Any] = {"max_steps": max_steps, "resume": "auto"}
     if arguments.steps_per_epoch:
         values["steps_per_epoch"] = min(arguments.steps_per_epoch, max_steps)
-    max_epochs = from_command.epochs
-    if arguments.resume not in ("auto", "must", "never"):
-        # A run continues an earlier one of the script, which is in the command's folder, too, and as short.
-        max_epochs *= len(_ended) + 1
-        values["resume"] = arguments.resume
-        source, folder = Path(arguments.resume).absolute(), Path(options.run.directory).absolute()
-        if from_command.folder and source.is_relative_to(folder) and not source.exists():
-            values["resume"] = str(Path(from_command.folder) / source.relative_to(folder))
-    values["epochs"] = min(arguments.epochs, arguments.initial_epoch + max_epochs)
+    values["epochs"] = min(arguments.epochs, arguments.initial_epoch + from_command.epochs)
     if arguments.batch_per_rank and from_command.ranks:  # as many rows on any number of ranks
         values |= {"batch_size": (arguments.batch_size or 32) * from_command.ranks, "batch_per_rank": False}
     return dataclasses.replace(arguments, **values)

@@ -122,7 +122,7 @@ def verify(folder: Path) -> Checkpoint:
     except OSError as error:
         raise CheckpointError(
             f"{error.filename or folder}: cannot be read: {error.strerror}: nothing was removed; start again when it"
-            f" can be read, or give --run.resume the path of another one, with another --run.name"
+            f" can be read"
         ) from error
 
 

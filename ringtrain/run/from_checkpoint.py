@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringtrain import config_io
-from ringtrain.config import Config, with_values
+from ringtrain.config import Config
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError, RunDirectoryError
 from ringtrain.protocol import failures
@@ -42,11 +42,8 @@ def lock_folder(process: Process) -> None:
     hvd.on_rank_0(take)
 
 
-def _fetch(process: Process) -> bool:
-    """Becomes the writer of the run's mirror, and copies the run from there if it is further than the local folder.
-
-    Returns whether the run has checkpoints now, with which it goes on.
-    """
+def _fetch(process: Process) -> None:
+    """Becomes the writer of the run's mirror, and copies the run from there if it is further than the local folder."""
     from ringtrain.run.mirror import Mirror
 
     config, lock = process.config, process.lock
@@ -63,28 +60,21 @@ def _fetch(process: Process) -> bool:
     if config.run.resume == "never" and not is_again:
         if lock.mirror.has_run:
             raise RunDirectoryError(f"{lock.mirror.url}: exists already: choose another --run.name, or delete it")
-        return False
+        return
     fetched = lock.mirror.fetch(folder)
     if fetched:
         print(f"ringtrain: {lock.mirror.url}: copied from there: {fetched.name}", file=sys.stderr, flush=True)
-    return bool(checkpoint.saved_in(folder / "checkpoints"))
 
 
 def find_start(process: Process) -> None:
     """Brings a run's newest state to rank 0's disk, and decides which checkpoint it begins from. Collective."""
     from ringtrain import hvd
-    from ringtrain.run import resume
 
     # Locked before anything is read: another job, or an earlier attempt of this one, may still write to the folder.
     lock_folder(process)
-    is_begun = False
     if process.config.run.mirror:
-        is_begun = hvd.on_rank_0(lambda: _fetch(process))
+        hvd.on_rank_0(lambda: _fetch(process))
         lock_folder(process)
-    # A run that began from another one's checkpoint continues its own, once it has saved any.
-    has_left = hvd.on_rank_0(lambda: resume.has_left_its_source(process.config))
-    if has_left or is_begun:
-        process.config = with_values(process.config, {"run.resume": "auto"})
 
 
 def _restore(process: Process, job: Job) -> tuple[Start, Mapping[str, Any]]:
@@ -104,7 +94,7 @@ def _restore(process: Process, job: Job) -> tuple[Start, Mapping[str, Any]]:
         hvd.on_rank_0(lambda: _look_for_lost_checkpoints(process.lock.folder, numbers.num_steps))
     start = _at_initial_epoch(start, numbers)
     job.numbers = dataclasses.replace(job.numbers, initial_epoch=start.initial_epoch)  # as checkpoints keep it
-    # A person who names a checkpoint may change the data on purpose; that is said once.
+    # What may change under one name is said, such as other held-out batches.
     for name, before in start.checksums.items() if hvd.rank() == 0 else ():
         if job.checksums.get(name, before) != before:
             what, _, _ = name.partition(DIVIDED)
@@ -206,7 +196,7 @@ def complete_summary(process: Process, start: Start, is_trained: bool) -> Mappin
             return {}
         summary = run_folder.read_summary(folder)
         # Callbacks decide for good.
-        of_script, is_ended = "script" in summary, summary["stopped_by"] == console.A_CALLBACK
+        of_script, is_ended = "script" in summary, summary.get("stopped_by") == console.A_CALLBACK
         # It is complete with all its files only; an export that has failed is tried again.
         exported = ["model.keras"]
         if config.checkpoint.saved_model:

@@ -115,20 +115,9 @@ def source_of(config: Config) -> tuple[Path | None, bool]:
     resume = config.run.resume
     if resume == "must" and not config.run.name:
         raise ConfigError("resume: got must, which needs the name of the run to resume: give --run.name as well")
-    if resume == "never" or (resume == "auto" and not config.run.name):
+    if resume == "never" or not config.run.name:
         return None, False
-    if resume in ("auto", "must"):
-        return Path(config.run.directory) / config.run.name, resume == "must"
-    return Path(resume), True
-
-
-def has_left_its_source(config: Config) -> bool:
-    """Returns whether a run that resumes from the path of another one has saved checkpoints of its own since."""
-    if not config.run.name or config.run.resume in ("auto", "must", "never"):
-        return False
-    folder, source = (Path(config.run.directory) / config.run.name).resolve(), Path(config.run.resume).resolve()
-    is_another = source.exists() and folder not in (source, *source.parents)
-    return is_another and bool(checkpoint.saved_in(folder / "checkpoints"))
+    return Path(config.run.directory) / config.run.name, resume == "must"
 
 
 class Clock(keras.callbacks.Callback):
@@ -232,9 +221,8 @@ def restore(
 ) -> Start:
     """Restores on every rank the newest valid checkpoint that rank 0 finds; returns the same position on all.
 
-    `folder` is a run folder, its folder of checkpoints, or one checkpoint. Raises CheckpointError if no checkpoint is
-    valid although there are some or one is required, or it is of another model; ConfigError if it was made with other
-    options or, unless the configuration names its path, with other checksums `of_name`.
+    `folder` is a run folder. Raises CheckpointError if no checkpoint is valid although there are some or one is
+    required, or it is of another model; ConfigError if it was made with other options or checksums `of_name`.
     """
     newest, start = hvd.run_together(lambda: _find(folder, must) if hvd.rank() == 0 else (None, Start()))
 
@@ -253,10 +241,6 @@ def restore(
         return _local_states(newest, model, config.seed)
 
     by_rank = hvd.run_together(load)
-    if newest is not None:
-        start = dataclasses.replace(start, is_ended=start.is_ended and resume_check.is_own(newest, config))
-        if resume_check.is_of_a_script(config):
-            start = _in_epochs_of(start, newest, numbers)
     spec: model_state.Spec = []
     if by_rank:
         spec = model_state.spec(by_rank[0])
@@ -274,9 +258,6 @@ def restore(
     hvd.global_seed(create=True)
     for copy, state in enumerate(own_states):
         model_state.assign(model_state.own_variables(model), state, copy)
-    # Sums of other data, or of other metrics, do not belong to those of this run's first epoch.
-    if any(start.checksums.get(name, text) != text for name, text in of_name.items()):
-        return start
     return dataclasses.replace(start, metrics_state=tuple(metrics.values()))
 
 
@@ -345,14 +326,6 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
         of_callbacks = {name: arrays[name] for name in arrays if name.startswith(callback_state.PREFIX)}
         start = dataclasses.replace(start, callbacks=(states, of_callbacks))
     return newest, start
-
-
-def _in_epochs_of(start: Start, newest: checkpoint.Checkpoint, numbers: Numbers) -> Start:
-    """Position after as many whole epochs, if the data, and so the steps of an epoch, are other ones on purpose."""
-    steps = newest.manifest["numbers"].get("steps_per_epoch", numbers.steps_per_epoch)
-    if steps == numbers.steps_per_epoch:
-        return start
-    return dataclasses.replace(start, global_step=start.global_step // steps * numbers.steps_per_epoch)
 
 
 def load_weights(model: keras.Model, source: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ringtrain.config import Config, option_types, value_of
@@ -44,24 +43,12 @@ RATES = (SCALING, "optimizer.learning_rate", "optimizer.reference_batch_size", "
 
 def _anew(config: Config) -> str:
     """Returns a hint how to train from scratch instead."""
-    is_by_name = config.run.resume in ("auto", "must")
-    if is_of_a_script(config):
-        if is_by_name:
-            return "give fit another name"
-        return "leave out resume and load the weights of its model.keras"
-    if is_by_name:
-        return "give the run another --run.name"
-    return "leave out --run.resume"
+    return "give fit another name" if is_of_a_script(config) else "give the run another --run.name"
 
 
 def is_of_a_script(config: Config) -> bool:
     """Returns whether `ringtrain.fit` has made a configuration: its optimizer is the name of a class."""
     return config.optimizer.name not in OPTIMIZERS
-
-
-def is_own(newest: checkpoint.Checkpoint, config: Config) -> bool:
-    """Returns whether a checkpoint is one of this run, and not of another whose path was given."""
-    return newest.folder.parent.parent.resolve() == (Path(config.run.directory) / config.run.name).resolve()
 
 
 def require_same_run(newest: checkpoint.Checkpoint, config: Config, numbers: Numbers) -> None:
@@ -118,20 +105,6 @@ def require_same_job(
 ) -> None:
     """Raises ConfigError if a run of this name has trained other data, or another loss, metrics or optimizer."""
     saved = newest.manifest
-    if config.run.resume not in ("auto", "must"):  # its path was given on purpose
-        steps = saved["numbers"].get("steps_per_epoch", numbers.steps_per_epoch)
-        if is_of_a_script(config) and steps != numbers.steps_per_epoch and newest.global_step % steps:
-            raise ConfigError(
-                f"{newest.folder}: was saved within an epoch of {steps} steps, an epoch of this run has"
-                f" {numbers.steps_per_epoch}: resume from a checkpoint of an epoch's end, or {_anew(config)}"
-            )
-        epochs = newest.global_step // steps
-        if is_of_a_script(config) and not is_own(newest, config) and epochs >= config.train.epochs:
-            raise ConfigError(
-                f"{newest.folder}: has trained {epochs} epochs, and epochs={config.train.epochs} includes them: nothing"
-                f" is left to train: raise epochs"
-            )
-        return
     now = {"training samples": str(numbers.num_train), **of_name}
     before = {**saved.get("checksums", {}), "training samples": str(saved["numbers"].get("num_train", ""))}
     if is_of_a_script(config):
@@ -144,14 +117,12 @@ def require_same_job(
     if not different:
         return
     name = different[0]
-    source = newest.folder.parent.parent
-    option = "resume=" if is_of_a_script(config) else "--run.resume "
     what = f"{name} {before[name]}, this run has {now[name]}"
     if "checksum" in now[name]:
         what = f"another {name.partition(' (')[0]}"
     raise ConfigError(
-        f"{newest.folder}: was made with {what}: {_anew(config)}; to train its weights further on purpose, also give"
-        f" {option}{str(source)!r}"
+        f"{newest.folder}: was made with {what}: {_anew(config)}; to train its weights further, begin with those of its"
+        f" model.keras"
     )
 
 

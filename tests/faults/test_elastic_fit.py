@@ -112,21 +112,3 @@ def test_the_configured_trainer_loses_a_rank_with_targets_of_any_kind(tmp_path: 
         assert summaries[0][key] == summaries[1][key], key
     assert sample_ledger.ledger(journal.read(changed / "run"), summaries[0]["global_step"]).breaches == ()
     assert changes(changed / "run")[0] == (2, 1)
-
-
-def test_a_run_from_another_one_s_checkpoint_goes_on_at_its_own_step(tmp_path: Path) -> None:
-    """Interrupted and started again, with the same command."""
-    words = ["-m", "ringtrain.train", "--data.name", "digits", "--train.batch-size", "64", "--train.epochs", "1"]
-    words += ["--checkpoint.every-steps", "5", "--checkpoint.keep", "9", "--run.directory", tmp_path]
-    elastic(tmp_path, [*words, "--run.name", "first"], 1)
-    again = [*words, "--run.name", "run", "--run.resume", tmp_path / "first" / "checkpoints" / "step-00000010"]
-    run(
-        0,
-        [sys.executable, *again, "--train.max-time-s", "1e-3", "--health.agree-every-steps", "1"],
-        TIMEOUT_S,
-        warm=True,
-    )
-    stopped = [event for event in journal.read(tmp_path / "run") if event["event"] == "end"]
-    elastic(tmp_path, again, 1)
-    starts = [event for event in journal.read(tmp_path / "run") if event["event"] == "start"]
-    assert starts[-1]["global_step"] == stopped[-1]["global_step"] > 10

@@ -145,7 +145,7 @@ def test_a_checkpoint_that_cannot_be_read_is_neither_passed_over_nor_removed(tmp
     ):
         with pytest.raises(
             CheckpointError,
-            match=r"step-00000020: cannot be read: Input/output error: nothing was removed.*, with another --run.name",
+            match=r"step-00000020: cannot be read: Input/output error: nothing was removed",
         ):
             action()
         assert damaged.is_dir() and left.is_dir()

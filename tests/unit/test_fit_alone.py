@@ -94,7 +94,7 @@ def test_further_epochs_under_the_same_name(tmp_path: Path) -> None:
     assert history.history == expected.history and history.checksum == expected.checksum
 
 
-def test_what_a_name_stands_for_is_refused_if_it_differs_and_continued_by_its_path(tmp_path: Path) -> None:
+def test_what_a_name_stands_for_is_refused_if_it_differs_and_continued_from_its_model(tmp_path: Path) -> None:
     expected = _fit(_model(), tmp_path, name="one", epochs=1).checksum
     for words, more, compiled in (
         ("was made with another training data: ", {"x": X + 1}, {}),
@@ -108,22 +108,14 @@ def test_what_a_name_stands_for_is_refused_if_it_differs_and_continued_by_its_pa
             adam = keras.optimizers.Adam(0.01)
             model.compile(**{"optimizer": adam, "loss": "mse", "metrics": ["mae"]} | compiled)
         before = model.get_weights()
-        how = f"give fit another name; .*, also give resume='{tmp_path}/one'"
+        how = "give fit another name; .* begin with those of its model.keras"
         with pytest.raises(ConfigError, match=f"{words}{how}"):
             _fit(model, tmp_path, name="one", epochs=2, **more)
         assert all(map(np.array_equal, before, model.get_weights()))
     assert _fit(_model(), tmp_path, name="one", epochs=1).checksum == expected
-    half = {"name": "two", "x": X[:50], "y": Y[:50], "resume": f"{tmp_path}/one"}
-    assert _fit(_model(), tmp_path, epochs=2, **half).epoch == [0, 1]
-    with pytest.raises(ConfigError, match="has trained 1 epochs, and epochs=1 includes them: nothing is left"):
-        _fit(_model(), tmp_path, epochs=1, **half | {"name": "none"})
-    further = _fit(_model(), tmp_path, epochs=3, **half)
-    assert further.epoch == [0, 1, 2]
-    summary = json.loads((further.run / "summary.json").read_text())
-    assert summary["resumed_from"] == f"{tmp_path}/two/checkpoints/step-00000004", "its own, not the path once more"
-    with pytest.raises(ConfigError, match="was saved within an epoch of 4 steps, an epoch of this run has 2"):
-        within = f"{tmp_path}/one/checkpoints/step-00000003"
-        _fit(_model(), tmp_path, epochs=3, **half | {"name": "three", "resume": within})
+    further = keras.models.load_model(tmp_path / "one" / "model.keras")
+    further.compile(keras.optimizers.Adam(0.01), "mae")
+    assert _fit(further, tmp_path, name="two", x=X[:50], y=Y[:50], epochs=2).epoch == [0, 1]
     for x, y in ((X, Y), (X + 1, Y)):
         folds = {"x": tf.data.Dataset.from_tensor_slices((x, y)).shuffle(9, seed=1).batch(50), "y": None}
         if x is not X:
@@ -213,10 +205,8 @@ def test_a_second_start_gives_the_weights_of_the_result(tmp_path: Path, make: An
         assert all(map(np.array_equal, expected, weights)), name
         assert again.history == history.history and again.checksum == history.checksum
     (history.run / "result.npz").unlink()
-    (history.run / "model.keras").write_text("")
-    if not (history.run / "model.weights.h5").exists():
-        with pytest.raises(CheckpointError, match="delete this file to end the run again from its last checkpoint"):
-            fit("whole")
+    (history.run / "model.keras").unlink(missing_ok=True)
+    assert fit("whole")[1].checksum == history.checksum, "ended again from its last checkpoint"
 
 
 def test_a_call_without_a_name_never_resumes_that_of_another(
