@@ -16,7 +16,7 @@ import tensorflow as tf
 import ringtrain
 from ringtrain import hvd
 from ringtrain.config import CheckpointConfig, Config, HealthConfig, RunConfig, TrackingConfig
-from ringtrain.errors import CheckpointError, ConfigError, DataError, NonFiniteLoss
+from ringtrain.errors import ConfigError, DataError, NonFiniteLoss
 from ringtrain.hvd.process import PROCESS
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT
