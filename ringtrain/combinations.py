@@ -25,10 +25,8 @@ _NOT_IN_TENSORFLOW = (
     *_HOROVOD,
     "hvd.deterministic",
     "optimizer.accumulation_steps",
-    "optimizer.jit",
     "model.sync_batch_norm",
     "train.jit",
-    "checkpoint.saved_model",
     "train.precision mixed_float16",
     "model.split",
     "model.micro_batches",
@@ -40,7 +38,6 @@ NOT_TOGETHER: Mapping[str, tuple[str, ...]] = {
     "strategy.name ps": _NOT_IN_TENSORFLOW,
     ELASTIC: (
         "hvd.compression powersgd",
-        "model.not_averaged",
         "model.split",
         "optimizer.accumulation_steps",
         "tracking.timeline_steps",
@@ -57,12 +54,11 @@ NOT_TOGETHER: Mapping[str, tuple[str, ...]] = {
         "model.split",
         "model.micro_batches",
         "model.sync_batch_norm",
-        "model.not_averaged",
     ),
     # XLA has no kernel for an allreduce in the forward pass, nor for stages on several devices.
     "train.jit": ("model.sync_batch_norm", "model.split", "model.micro_batches"),
-    "model.split": ("optimizer.jit", "model.sync_batch_norm", "hvd.compression powersgd"),
-    "model.micro_batches": ("optimizer.jit", "model.sync_batch_norm"),
+    "model.split": ("model.sync_batch_norm", "hvd.compression powersgd"),
+    "model.micro_batches": ("model.sync_batch_norm",),
     # These reduce all gradients by themselves, or need every step.
     "hvd.compression powersgd": ("hvd.groups", "hvd.op adasum", "train.precision mixed_float16"),
     "hvd.compression bf16": ("hvd.groups", "hvd.op adasum"),

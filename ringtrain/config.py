@@ -95,11 +95,6 @@ class ModelConfig:
     """fraction of each label that is spread evenly over all classes"""
     metrics: tuple[str, ...] = ()
     """metrics besides loss and accuracy: top-5, names in Keras (mae, auc), or module:function that returns a metric"""
-    not_averaged: tuple[str, ...] = ()
-    """paths of non-trainable weights that each rank keeps, such as */queue; all other floating-point weights
-    that depend on a rank's data are averaged over the ranks before each evaluation"""
-    trainable: tuple[str, ...] = ()
-    """layers that are trained, by name, such as dense* (* for any characters); without it, all that the model trains"""
     split: Annotated[str, rule.SPLIT] = ""
     """layers:K divides the model into K consecutive stages, columns:K the kernels of its layers; each part is on a GPU
     of its own, and a rank has K GPUs"""
@@ -141,8 +136,6 @@ class OptimizerConfig:
     """maximum global norm of the averaged gradient, which is scaled down to it; use it against divergence. 0: none"""
     accumulation_steps: Annotated[int, AT_LEAST_1] = 1
     """steps whose gradients are averaged into one update; multiplies the global batch by this number"""
-    jit: bool = False
-    """compile the update with XLA; adam and adamw then take less time, and weights differ in the last bits"""
 
 
 @dataclass(frozen=True)
@@ -223,8 +216,6 @@ class CheckpointConfig:
     """minutes between two checkpoints, rounded up to the next agreement (health.agree_every_steps); 0: none"""
     keep: Annotated[int, AT_LEAST_1] = 3
     """number of newest checkpoints to keep, besides the best"""
-    saved_model: bool = False
-    """also export the trained model as a TensorFlow SavedModel, next to model.keras"""
 
 
 @dataclass(frozen=True)
@@ -233,8 +224,6 @@ class TrackingConfig:
 
     every_steps: Annotated[int, AT_LEAST_0] = 100
     """steps between two records of loss and gradient norm in steps.jsonl and TensorBoard; 0: none"""
-    histograms: bool = False
-    """write histograms of all weights to TensorBoard after each epoch"""
     timeline_steps: Annotated[int, AT_LEAST_0] = 0
     """number of steps of all ranks that are recorded in timeline.json; 0: none"""
 

@@ -267,7 +267,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
         if history.run.resolve() in _ended and hvd.rank() == 0:
             text = "is complete, this call has trained nothing: raise epochs, or give fit another name"
             print(f"ringtrain: {history.run} {text}", file=sys.stderr, flush=True)
-        resume.restore_result(model, history.run, summary, process.config.checkpoint.saved_model)
+        resume.restore_result(model, history.run, summary)
         script.restore_callbacks(arguments.callbacks, history, history.run)
         model.history, model.stop_training = history, bool(summary["stopped_by"])
     _ended.add(history.run.resolve())

@@ -336,7 +336,7 @@ def training(run: RunContext) -> Iterator[None]:
         stack.callback(run.callbacks.saver.wait)
         yield
         # Only now, as all is saved: a run that was stopped resumes with each rank's own statistics.
-        hvd.average_moving_statistics(run.model, config.model.not_averaged)
+        hvd.average_moving_statistics(run.model)
 
 
 def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -34,16 +33,15 @@ from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.process import elastic
 
 
-def average_moving_statistics(model: keras.Model, not_averaged: Sequence[str] = ()) -> None:
+def average_moving_statistics(model: keras.Model) -> None:
     """Replaces the moving statistics of a model by their means over all ranks. A small collective.
 
     The time of averaging does not change later averages: moving statistics are linear in the statistics of the batches.
 
     Args:
         model: Built model. Without moving statistics, the call does nothing.
-        not_averaged: As in `moving_statistics`.
     """
-    variables = moving_statistics(model, not_averaged)
+    variables = moving_statistics(model)
     num_models = horovod.size() * num_copies(model)
     if not variables or num_models == 1:
         return
@@ -60,19 +58,9 @@ def average_moving_statistics(model: keras.Model, not_averaged: Sequence[str] = 
         variable.assign(mean.reshape(values.shape))
 
 
-def moving_statistics(model: keras.Model, not_averaged: Sequence[str] = ()) -> list[Any]:
-    """Local weights that are averaged before evaluation: the floating-point ones of `weights_of_one_rank`.
-
-    Args:
-        model: Built model.
-        not_averaged: Paths of weights to exclude; `*` matches any characters.
-    """
-    averaged = []
-    for variable in weights_of_one_rank(model):
-        is_excluded = any(fnmatchcase(variable.path, pattern) for pattern in not_averaged)
-        if keras.backend.is_float_dtype(variable.dtype) and not is_excluded:
-            averaged.append(variable)
-    return averaged
+def moving_statistics(model: keras.Model) -> list[Any]:
+    """Local weights of a built model that are averaged before evaluation: floats of `weights_of_one_rank`."""
+    return [variable for variable in weights_of_one_rank(model) if keras.backend.is_float_dtype(variable.dtype)]
 
 
 def weights_of_one_rank(model: keras.Model) -> list[Any]:

@@ -250,8 +250,7 @@ class CheckInSyncCallback(keras.callbacks.Callback):
                 shown += ", ..."
             print(
                 f"ringtrain: non-trainable weights that follow the data differ between ranks: {shown}: each rank keeps"
-                f" its own; ringtrain.fit and ringtrain.train average floating-point ones before each evaluation,"
-                f" except model.not_averaged",
+                f" its own; ringtrain.fit and ringtrain.train average floating-point ones before each evaluation",
                 file=sys.stderr,
                 flush=True,
             )

@@ -21,12 +21,7 @@ from ringtrain.hvd.reduction import Reduction, weighed
 from ringtrain.hvd.step_timing import PLACE
 
 
-def distribute(
-    optimizer: Any,
-    reduction: Reduction,
-    backward_passes: int,
-    jit_update: bool = False,
-) -> Any:
+def distribute(optimizer: Any, reduction: Reduction, backward_passes: int) -> Any:
     """Makes an optimizer reduce, in place; `backward_passes` 1 keeps its `gradient_accumulation_steps`."""
     base = type(optimizer)
     mixin = _DistributedMulti if isinstance(optimizer, keras.optimizers.MultiOptimizer) else Distributed
@@ -34,7 +29,6 @@ def distribute(
         _accumulate(optimizer, backward_passes)
     attributes = {
         "reduction": reduction,
-        "jit_update": jit_update,
         "_local_keys": set(),
         "_reduced_before": [],
     }
@@ -172,7 +166,6 @@ class _Reducing(keras.optimizers.Optimizer):
     """Base of all updates; the attributes without a value are set on the subclass."""
 
     reduction: Reduction
-    jit_update: bool
     _local_keys: set[Any]
     _reduced_before: list[bool]
     added: Sequence[Any] = ()
@@ -348,18 +341,6 @@ class Distributed(_Reducing):
             self.gradient_norm.note(lambda: _norm(reduced))
         return super()._clip_gradients(reduced)
 
-    def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
-        update = super()._backend_update_step
-        if not self.jit_update or any(isinstance(gradient, tf.IndexedSlices) for gradient in grads):
-            update(grads, trainable_variables, learning_rate)
-            return
-
-        @tf.function(autograph=False, jit_compile=True)
-        def compiled(grads: Any, rate: Any) -> None:
-            update(grads, trainable_variables, rate)
-
-        compiled(list(grads), tf.convert_to_tensor(learning_rate))
-
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         update = super().update_step
         is_sgd = getattr(update, "__func__", None) is keras.optimizers.SGD.update_step
@@ -400,6 +381,6 @@ class _DistributedMulti(_Reducing):
     def add_state(self) -> None:
         for optimizer in self._inner_optimizers:
             if not distributed(optimizer):
-                distribute(optimizer, self.reduction, 1, self.jit_update)
+                distribute(optimizer, self.reduction, 1)
             type(optimizer)._local_keys = self._local_keys
             type(optimizer)._reduced_before = self._reduced_before

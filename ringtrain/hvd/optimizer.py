@@ -49,7 +49,6 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
     deterministic: bool = False,
-    jit_update: bool = False,
     compression_start_step: int = 0,
     merge_rows: bool = False,
 ) -> keras.optimizers.Optimizer:
@@ -80,8 +79,6 @@ def DistributedOptimizer(
         scale_local_gradients: Divide gradients of local variables (see `register_local_var`) by the number of ranks.
         deterministic: Addition of ringtrain. Send all dense gradients as one vector, so that with more than two ranks
             the order of additions is the same in every step and run. Also set HOROVOD_FUSION_THRESHOLD=0.
-        jit_update: Addition of ringtrain. Compile the update of the weights with XLA, unless a gradient is sparse. Adam
-            and AdamW take less time. The weights differ in the last bits from those without.
         compression_start_step: Addition of ringtrain. Number of updates before the first that is compressed.
         merge_rows: Addition of ringtrain. Add up the parts of a row of a sparse gradient before the update, as in a
             dense one, and send less. False: Adam and others square the parts one by one, as Keras does. Several ranks
@@ -124,9 +121,9 @@ def DistributedOptimizer(
     refuse_bypassing(innermost(optimizer))
     teach_keras()
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return distribute(optimizer, reduction, backward_passes_per_step, jit_update)
+        return distribute(optimizer, reduction, backward_passes_per_step)
     _refuse_own_check(optimizer)
-    optimizer.inner_optimizer = distribute(optimizer.inner_optimizer, reduction, backward_passes_per_step, jit_update)
+    optimizer.inner_optimizer = distribute(optimizer.inner_optimizer, reduction, backward_passes_per_step)
     set_untracked(optimizer, register_local_var=optimizer.inner_optimizer.register_local_var)
     return optimizer
 

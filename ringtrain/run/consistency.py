@@ -74,29 +74,6 @@ def _path_of(module: str) -> Path | None:
     return None
 
 
-def git_revision(start: Path) -> str | None:
-    """Returns the commit hash of a folder's work tree; None outside of one and before its first commit."""
-    # Read from its files: hosts of ranks need no git.
-    git = next((folder / ".git" for folder in (start, *start.parents) if (folder / ".git").exists()), None)
-    if git is None:
-        return None
-    try:
-        if git.is_file():  # of `git worktree add`, or a submodule
-            git = git.parent / git.read_text().removeprefix("gitdir: ").strip()
-        head = (git / "HEAD").read_text().strip()
-        if not head.startswith("ref: "):
-            return head
-        branch = head.removeprefix("ref: ")
-        if (git / "commondir").exists():  # the branches of a work tree are in its main one
-            git /= (git / "commondir").read_text().strip()
-        if (git / branch).exists():
-            return (git / branch).read_text().strip()
-        packed = (git / "packed-refs").read_text().splitlines()
-        return next((line.split()[0] for line in packed if line.endswith(f" {branch}")), None)
-    except OSError:
-        return None
-
-
 def refuse_options(plans: Sequence[tuple[Config, Numbers | None]]) -> None:
     """Raises ConfigError with the first rank and value that differ from rank 0: unequal step counts would hang."""
     # By option, so that a person reads which one to change.

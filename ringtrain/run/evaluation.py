@@ -64,7 +64,7 @@ class Evaluation(keras.callbacks.Callback):
         self.logs = dict(logs)  # callbacks add to theirs, which Keras' `on_train_end` does not see
 
     def _add_metrics(self, epoch: int, logs: dict[str, Any]) -> None:
-        hvd.average_moving_statistics(self.model, self.run.config.model.not_averaged)
+        hvd.average_moving_statistics(self.model)
         results = results_of_metrics(self.model)
         metrics = over_all_ranks(self.model, num_samples=1)  # not 0, as ranks have trained
         self.set_metrics(logs, metrics, (self.run.clock.results, results))

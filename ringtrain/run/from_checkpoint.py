@@ -189,7 +189,7 @@ def complete_summary(process: Process, start: Start, is_trained: bool) -> Mappin
     """Summary of a run with nothing left to train or to export, which rank 0 then prints; else {}. Collective."""
     from ringtrain import hvd
 
-    config, folder = process.config, process.lock.folder
+    folder = process.lock.folder
 
     def read() -> Mapping[str, Any]:
         if folder is None or Path(start.source).parent != folder / "checkpoints":
@@ -198,10 +198,7 @@ def complete_summary(process: Process, start: Start, is_trained: bool) -> Mappin
         # Callbacks decide for good.
         of_script, is_ended = "script" in summary, summary.get("stopped_by") == console.A_CALLBACK
         # It is complete with all its files only; an export that has failed is tried again.
-        exported = ["model.keras"]
-        if config.checkpoint.saved_model:
-            exported.append("saved_model")
-        has_all = "not_exported" not in summary and all((folder / name).exists() for name in exported)
+        has_all = "not_exported" not in summary and (folder / "model.keras").exists()
         has_all = has_all or (of_script and checkpoint.result_step(folder) == start.global_step)
         has_all = has_all and summary.get("global_step") == start.global_step
         if has_all and (is_trained or is_ended):

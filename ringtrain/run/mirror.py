@@ -27,7 +27,7 @@ from ringtrain.run.run_folder import LOCK
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
 """protocols of stores without folders, where making one might make a bucket"""
-NOT_COPIED = (LOCK, "tensorboard", "checkpoints", "saved_model")
+NOT_COPIED = (LOCK, "tensorboard", "checkpoints")
 """names in the run folder that are not copied as they are; checkpoints go by themselves"""
 UPLOAD_TIMEOUT_S = 600
 """of one request that writes a file: s3fs gives up others after 15 s, in which a slow link does not send it"""

@@ -152,7 +152,7 @@ def places_to_save(model: keras.Model, digests: Sequence[Sequence[bytes]]) -> li
     return places
 
 
-def shared_state(model: keras.Model, of_ranks: list[Arrays], not_averaged: Sequence[str] = ()) -> dict[str, Any]:
+def shared_state(model: keras.Model, of_ranks: list[Arrays]) -> dict[str, Any]:
     """Returns rank 0's weights and optimizer, with the mean over the ranks of what differs between them.
 
     Other numbers of ranks resume with the mean.
@@ -161,7 +161,7 @@ def shared_state(model: keras.Model, of_ranks: list[Arrays], not_averaged: Seque
     for index, variable in enumerate(shared_variables(model)):
         state[f"{index:05d}"] = _held(variable)
     places = {id(variable): f"{index:05d}" for index, variable in enumerate(own_variables(model))}
-    statistics = hvd.moving_statistics(model, not_averaged)
+    statistics = hvd.moving_statistics(model)
     averaged = {id(variable) for variable in (*statistics, *_kept_by_optimizers(model))}
     for index, variable in enumerate(shared_variables(model)):
         key = places.get(id(variable), "")

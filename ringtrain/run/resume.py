@@ -349,20 +349,17 @@ def load_weights(model: keras.Model, source: Path) -> None:
         model_state.assign(hvd.whole_variables(model.weights), newest.arrays("state"))
 
 
-def restore_result(model: keras.Model, folder: Path, summary: Mapping[str, Any], saved_model: bool) -> None:
+def restore_result(model: keras.Model, folder: Path, summary: Mapping[str, Any]) -> None:
     """Gives a model the weights with which a complete run has ended, which callbacks or averages may have set.
 
-    What could not be exported then, or was not asked for, is exported now.
+    What could not be exported then is exported now.
     """
 
     def load() -> None:
         model_state.assign(model.weights, checkpoint.load_result(folder))
-        names = ["model.keras"]
-        if saved_model:
-            names.append("saved_model")
-        if "not_exported" in summary or not all((folder / name).exists() for name in names):
+        if "not_exported" in summary or not (folder / "model.keras").exists():
             with contextlib.suppress(CheckpointError, OSError):
-                checkpoint.export(model, folder, saved_model)
+                checkpoint.export(model, folder)
                 told = {name: value for name, value in summary.items() if name != "not_exported"}
                 run_folder.write_summary(folder, told)
 

@@ -220,7 +220,7 @@ class Saver(keras.callbacks.Callback):
 
     def _files(self, of_ranks: list[Arrays], arrays: Arrays) -> dict[str, Any]:
         ranks = {f"{rank}/{name}": array for rank, state in enumerate(of_ranks) for name, array in state.items()}
-        state = model_state.shared_state(self.model, of_ranks, self.config.model.not_averaged)
+        state = model_state.shared_state(self.model, of_ranks)
         return {"state": state | arrays, "ranks": ranks}
 
     def _write(self, step: int, files: dict[str, Any], facts: dict[str, Any]) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ringtrain import config_io, data, models
-from ringtrain.config import Config, TrainConfig, changed_options, nearest, value_of
+from ringtrain.config import Config, TrainConfig, changed_options, value_of
 from ringtrain.derived import Numbers, lower_is_better
 from ringtrain.errors import ConfigError
 from ringtrain.monitor import fault_injection
@@ -117,7 +116,8 @@ def compiled_model(
             optimizer = model.optimizer
         else:
             optimizer = optimizers.build(config, numbers, model)
-    _set_layers(model, config)
+    if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, devices.device_of_sums(config.device)):
+        raise ConfigError(f"model.sync_batch_norm: {config.model.name} has no BatchNormalization layers: leave it out")
     # Other seeds on each rank, so that its dropout differs; the same where ranks share this state.
     models.seed_by_rank(model, config.seed, 0 if strategy.shares_state else hvd.rank())
     if "columns" in config.model.split:
@@ -152,18 +152,6 @@ def set_dtypes(config: Config) -> None:
     # Of data, losses and metrics; an earlier run of this process may have had another.
     keras.config.set_floatx("float64" if config.train.precision == "float64" else "float32")
     keras.config.set_dtype_policy(config.train.precision)
-
-
-def _set_layers(model: keras.Model, config: Config) -> None:
-    """Makes batch normalization take all ranks' statistics, and freezes layers, as the options say."""
-    from ringtrain import hvd
-
-    # Only now that the model is built, as its function names the layers.
-    if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, devices.device_of_sums(config.device)):
-        raise ConfigError(f"model.sync_batch_norm: {config.model.name} has no BatchNormalization layers: leave it out")
-    if config.model.trainable:
-        train_only(model, config.model.trainable)
-    _check_not_averaged(model, config.model.not_averaged)
 
 
 def _metrics(named: Named, config: Config, data_set: data.DataSet) -> list[Any]:
@@ -258,40 +246,4 @@ def _check_own_compile(config: Config) -> None:
             raise ConfigError(
                 f"{option}: got {value}, but {config.model.name} compiles its own loss and metrics: compile it there,"
                 f" or replace the loss as well, by model.loss"
-            )
-
-
-def train_only(model: keras.Model, patterns: Sequence[str]) -> None:
-    """Freezes all layers but those whose name, or the name of a layer around them, matches a pattern."""
-    seen: set[str] = set()
-
-    # Only layers without inner ones are frozen: a frozen outer layer would freeze those of its layers that are chosen.
-    def visit(layers: Sequence[keras.Layer], is_chosen: bool) -> None:
-        for layer in layers:
-            chosen = is_chosen or any(fnmatch.fnmatchcase(layer.name, pattern) for pattern in patterns)
-            inner = [*layer._flatten_layers(include_self=False, recursive=False)]
-            seen.add(layer.name)
-            visit(inner, chosen)
-            if not inner and not chosen:
-                layer.trainable = False
-
-    visit([*model._flatten_layers(include_self=False, recursive=False)], False)
-    # A pattern without a layer is a misspelled one.
-    for pattern in patterns:
-        if not fnmatch.filter(seen, pattern):
-            raise ConfigError(f"model.trainable: got {pattern}, {nearest(pattern, sorted(seen))}")
-    if not model.trainable_weights:
-        raise ConfigError(f"model.trainable: {', '.join(patterns)} have no weights to train: choose other layers")
-
-
-def _check_not_averaged(model: keras.Model, patterns: Sequence[str]) -> None:
-    from ringtrain import hvd
-
-    # Weights that Keras' layers train are averaged in any case: ranks that differ in these would be out of step.
-    paths = [weight.path for weight in hvd.weights_of_one_rank(model)]
-    for pattern in patterns:
-        if not fnmatch.filter(paths, pattern):
-            raise ConfigError(
-                f"model.not_averaged: got {pattern}, expected the path of a weight that a layer makes as non-trainable,"
-                f" with * for any characters; {model.name} has {', '.join(paths[:8]) or 'none'}"
             )

@@ -27,7 +27,7 @@ from ringtrain.errors import CheckpointError
 from ringtrain.optim.optimizers import last_learning_rate
 from ringtrain.protocol.env import ALONE, COLLECTIVES
 from ringtrain.protocol.json_text import INVALID, parse_json
-from ringtrain.run import checkpoint, consistency, durable, model_state
+from ringtrain.run import checkpoint, durable, model_state
 from ringtrain.run.console import Progress, speed
 from ringtrain.run.run_folder import METRICS, NO_METRICS, STEPS, plain, write_summary
 
@@ -131,10 +131,6 @@ class Recorder(keras.callbacks.Callback):
         evaluate_s = self.run.callbacks.evaluation.seconds - self.evaluated_s
         self.epochs.append(self._record(METRICS, "", epoch, logs, train_s=train_s, evaluate_s=evaluate_s))
         with self._disk_may_be_full():
-            if self.run.config.tracking.histograms:
-                with self.summaries.as_default():
-                    for weight in self.model.trainable_weights:
-                        tf.summary.histogram(weight.path, weight.value, step=self.global_step)
             self.summaries.flush()
         samples = counted(self.run.config.data.name, self.images_per_step)
         self.progress.epoch(epoch, figures_of(self.epochs[-1], samples))
@@ -299,7 +295,6 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
         "fit_s": time.time() - run.started,
         "started": run.started,
         "hosts": run.hosts,
-        "git_revision": consistency.git_revision(Path.cwd()),
         **facts,
         "numbers": dataclasses.asdict(numbers),
         "versions": versions(),
@@ -313,7 +308,7 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
             if "script" in summary:
                 weights = model_state.arrays_of(dict(enumerate(run.model.weights)))
                 checkpoint.save_result(run.folder, run.clock.global_step, weights)
-            checkpoint.export(run.model, run.folder, run.config.checkpoint.saved_model)
+            checkpoint.export(run.model, run.folder)
         except (CheckpointError, OSError) as error:  # the other files are written nevertheless
             summary["not_exported"] = str(error)
         finally:

@@ -29,7 +29,6 @@ OF_OPTIMIZER = (
     "hvd.groups",
     "hvd.deterministic",
     "hvd.merge_rows",
-    "optimizer.jit",
 )
 """beginnings of the options that `distribute` passes to hvd.DistributedOptimizer"""
 
@@ -56,7 +55,6 @@ class Ring(Strategy):
                 device_dense=device,
                 device_sparse=device,
                 deterministic=options.deterministic or self.config.strategy.name == "mpi-ring",
-                jit_update=self.config.optimizer.jit,
                 merge_rows=options.merge_rows,
             )
         except ValueError as error:

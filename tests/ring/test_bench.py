@@ -9,7 +9,6 @@ import pytest
 from launching import BIN, ROOT, run
 
 from ringtrain import cli
-from ringtrain.run import consistency
 
 pytestmark = pytest.mark.launch
 
@@ -28,7 +27,7 @@ def test_train_measures_two_ways_in_turns(tmp_path):
     ended = bench("train", *LAUNCH, "--steps", 5, "--out", out, "--", *small, "--train.batch-size", 16)
     assert "ring efficiency" in ended.stdout and "mlp, synthetic, batch 16 on each of 2 ranks" in ended.stdout
     record = json.loads(out.read_text())
-    assert record["git_revision"] == consistency.git_revision(ROOT) and record["versions"]["keras"]
+    assert record["versions"]["keras"]
     results = record["results"]
     assert results["num_ranks"] == 2 and results["ring_efficiency"]["repeats"] == 2
 

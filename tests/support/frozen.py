@@ -38,7 +38,7 @@ RECIPE = (
     " --optimizer.clip-norm 1 --schedule.name cosine --schedule.warmup-epochs 0.5 --model.label-smoothing 0.1"
     " --model.metrics top-5 --hvd.compression fp16 --hvd.groups 2"
 )
-FILES = "--tracking.every-steps 5 --tracking.histograms --tracking.timeline-steps 4 --checkpoint.saved-model"
+FILES = "--tracking.every-steps 5 --tracking.timeline-steps 4"
 RESNET = "--data.name synthetic --data.num-samples 320 --data.image-size 16 --model.name resnet20"
 ELASTIC = "python -m ringtrain launch --elastic -H localhost:2 --min-np 2 --max-np 2 --network-interface lo --"
 # With more than two ranks, the gradients that travel together decide the order of additions.

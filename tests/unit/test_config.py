@@ -103,8 +103,6 @@ VALUES = {
     "hvd.compression": "powersgd:2",
     "data.on_error": "skip",
     "model.split": "layers:2",
-    "model.not_averaged": ("*",),
-    "checkpoint.saved_model": True,
     "device.memory_fraction": 0.5,
 }
 

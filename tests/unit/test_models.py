@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import zipfile
 
 import keras
@@ -14,7 +13,6 @@ from ringtrain import models
 from ringtrain.config import ModelConfig
 from ringtrain.errors import ConfigError
 from ringtrain.models.zoo import APPLICATIONS
-from ringtrain.run import setup
 
 pytestmark = pytest.mark.slow
 
@@ -235,32 +233,3 @@ def test_a_subclassed_model_is_built():
 def test_data_of_another_kind_is_refused_in_one_line():
     with pytest.raises(ConfigError, match=r"^model.name: cnn cannot take inputs of shape \(7,\): [^\n]+$"):
         build("cnn", (7,), 2)
-
-
-@pytest.mark.parametrize(
-    ("patterns", "trained"),
-    [
-        (["head"], {"head/kernel", "head/bias"}),
-        (["backbone"], {"hidden/kernel", "hidden/bias", "norm/gamma", "norm/beta"}),
-        (["n*", "head"], {"norm/gamma", "norm/beta", "head/kernel", "head/bias"}),
-    ],
-)
-def test_named_layers_are_trained_and_all_others_frozen(patterns, trained):
-    model = nested()
-    setup.train_only(model, patterns)
-    assert {
-        weight.path.removeprefix("whole/").removeprefix("backbone/") for weight in model.trainable_weights
-    } == trained
-
-
-@pytest.mark.parametrize(("pattern", "message"), [("haed", "did you mean head?"), ("none", "have no weights to train")])
-def test_layers_to_train_that_do_not_exist_are_refused(pattern, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        setup.train_only(nested(), [pattern])
-
-
-def nested() -> keras.Model:
-    layers = [keras.layers.Dense(2, name="hidden"), keras.layers.BatchNormalization(name="norm")]
-    backbone = keras.Sequential([keras.Input((3,)), *layers], name="backbone")
-    none = keras.layers.ReLU(name="none")
-    return keras.Sequential([keras.Input((3,)), backbone, none, keras.layers.Dense(1, name="head")], name="whole")

@@ -66,33 +66,6 @@ def test_keras_momentum_in_one_kernel_has_the_bits_of_keras(options):
         assert not np.array_equal(other[name], weights), "the control"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "LossScaleOptimizer"])
-def test_a_compiled_update_differs_in_the_last_bits_alone(kind):
-    def make(rate=0.01, **options):
-        inner = keras.optimizers.Adam if kind == "LossScaleOptimizer" else getattr(keras.optimizers, kind)
-        distributed = hvd.DistributedOptimizer(inner(rate, global_clipnorm=1.0, use_ema=True), **options)
-        return keras.optimizers.LossScaleOptimizer(distributed) if kind == "LossScaleOptimizer" else distributed
-
-    hvd.init()
-    compiled, expected, other = trained(make(jit_update=True)), trained(make()), trained(make(0.0101))
-    for name, weights in expected.items():
-        np.testing.assert_allclose(compiled[name], weights, rtol=0, atol=1e-7)
-        assert np.abs(other[name] - weights).max() > 1e-5, "the control"
-
-
-@pytest.mark.parametrize(("jit_update", "is_sparse"), [(True, False), (True, True), (False, False)])
-def test_an_update_is_compiled_if_asked_for_and_dense(jit_update, is_sparse):
-    hvd.init()
-    variable = keras.Variable(np.zeros((4, 2)), dtype="float32")
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1), jit_update=jit_update)
-    optimizer.build([variable])
-    gradient = tf.IndexedSlices(tf.ones((1, 2)), [1], [4, 2]) if is_sparse else tf.ones((4, 2))
-    graph = tf.function(lambda: optimizer.apply([gradient], [variable])).get_concrete_function().graph
-    compiled = [one for one in graph.as_graph_def().library.function if one.attr["_XlaMustCompile"].b]
-    assert bool(compiled) == (jit_update and not is_sparse)
-
-
 @pytest.mark.parametrize(
     ("make", "kernel"),
     [

@@ -100,9 +100,7 @@ def test_a_run_is_complete_with_all_that_it_is_to_export(tmp_path, monkeypatch, 
 
     assert not is_complete()
     (tmp_path / "model.keras").write_bytes(b"")
-    assert is_complete() and not is_complete(saved_model=True)
-    (tmp_path / "saved_model").mkdir()
-    assert is_complete(saved_model=True)
+    assert is_complete()
 
 
 @pytest.mark.parametrize(("step", "num_ranks", "is_refused"), [(20, 4, False), (21, 2, False), (21, 4, True)])
