@@ -192,11 +192,22 @@ def copy_of(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
 
 
 def caches_in_file(dataset: tf.data.Dataset) -> bool:
-    """Returns whether a pipeline has a `cache` in a file, which one process can write."""
+    """Returns whether a pipeline has a `cache` in a file or a `snapshot`, which one process can write."""
     filename = getattr(dataset, "_filename", None)
-    if type(dataset).__name__ == "CacheDataset" and filename is not None and bool(filename.numpy()):
-        return True
-    return any(map(caches_in_file, dataset._inputs()))
+    is_cache = type(dataset).__name__ == "CacheDataset" and filename is not None and bool(filename.numpy())
+    return is_cache or type(dataset).__name__ == "_SnapshotDataset" or any(map(caches_in_file, dataset._inputs()))
+
+
+def share_a_shuffle(first: Any, second: Any) -> bool:
+    """Returns whether an iteration of one pipeline changes the order of the other, of whose inputs a shuffle is."""
+    import tensorflow as tf
+
+    def shuffles(dataset: Any) -> set[int]:
+        own = {id(dataset)} if type(dataset).__name__ == "_ShuffleDataset" else set()
+        return own.union(*map(shuffles, dataset._inputs()))
+
+    are_both = isinstance(first, tf.data.Dataset) and isinstance(second, tf.data.Dataset)
+    return are_both and not shuffles(first).isdisjoint(shuffles(second))
 
 
 def state_of(function: Any) -> str:

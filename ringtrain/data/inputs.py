@@ -53,6 +53,8 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[NumberedRows | Stream,
         raise DataError(f'ringtrain.fit: got shuffle {given.shuffle!r}, expected True, False or "batch"')
     how = (given.class_weight, given.steps_per_epoch, given.num_epochs, bool(given.shuffle), given.seed)
     of_rank_0, why_held_out = why_rank_0(given.x), why_rank_0(given.validation_data)
+    if division.share_a_shuffle(given.x, given.validation_data):
+        of_rank_0 = why_held_out = of_rank_0 or why_held_out
     if why_held_out:
         given = replace(given, validation_data=FromRank0(given.validation_data))
     x = FromRank0(given.x) if of_rank_0 else given.x

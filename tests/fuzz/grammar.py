@@ -916,6 +916,8 @@ def _fits(draw: Draw, task: Task, compiled: list[str]) -> list[str]:
         draw.unequal(END_AS_STEP)
     if len(task.targets) > 1 and (has_end or draw.words["validation"] == "filtered"):
         draw.unequal("the end of an unknown length counts in losses of outputs")
+    if _is_endless_and_shuffled(draw) and draw.words["validation"] in ("taken", "split"):
+        draw.unequal("order of rows")  # Keras' iterator reads ahead, also of a shuffle that validation data share
     call = f"fit(model, {data}, {', '.join(arguments)})"
     if any(f"steps_per_epoch={odd}" in call for odd in (1, 3, 5)) and draw.words.get("steps per execution") == "True":
         draw.unequal("steps_per_epoch that is no multiple of steps_per_execution")
@@ -934,6 +936,8 @@ def _fits(draw: Draw, task: Task, compiled: list[str]) -> list[str]:
         lines.append(f"histories.append({call}.history)")
     # Of two optimizers, each has slots of all weights, in Keras of those alone that it updates: see docs/fit.md.
     has_parts = draw.words["step"] == "two optimizers"
+    if has_parts and has_end:  # the second counts its steps
+        draw.unequal(END_AS_STEP)
     lines += [line for line in RESULTS if not (has_parts and "optimizer.variables" in line)]
     if draw.words.get("unequal step") == "adversaries":
         lines.append('results["second"] = [variable.numpy() for variable in model.second.variables]')
