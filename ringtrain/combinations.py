@@ -47,7 +47,6 @@ NOT_TOGETHER: Mapping[str, tuple[str, ...]] = {
         "hvd.op",
         "hvd.compression",
         "hvd.groups",
-        "data.on_error",
         "data.name spark",
         "train.jit",
         "tracking.timeline_steps",

@@ -73,11 +73,6 @@ class DataConfig:
     """number of classes; labels start at 0, those of ImageNet at 1. 0: as in the data"""
     augment: Annotated[bool, needs("data.name", "cifar10", "image-folder", "imagenet-tfrecords")] = True
     """random crops and flips of training images, for cifar10 and image files; off: centre crops of image files"""
-    on_error: Annotated[
-        Literal["fail", "skip"], needs("data.name", "image-folder", "imagenet-tfrecords", "records")
-    ] = "fail"
-    """fail: an unreadable image file or record ends training; skip: it is left out and counted, and in training others
-    replace it"""
 
 
 @dataclass(frozen=True)

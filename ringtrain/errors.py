@@ -1,9 +1,8 @@
 """Exceptions that ringtrain raises on purpose. Others are bugs: they keep their traceback.
 
 RingtrainError
-├── ConfigError, DeviceError, RunDirectoryError, NonFiniteLoss, Stalled, MissingDependency, OutOfSync, RankError
-├── DataError
-│   └── DamagedData
+├── ConfigError, DeviceError, RunDirectoryError, NonFiniteLoss, Stalled, MissingDependency, OutOfSync, RankError,
+│   DataError
 ├── CheckpointError
 │   └── DamagedCheckpoint
 └── LaunchError
@@ -27,10 +26,6 @@ class ConfigError(RingtrainError):
 
 class DataError(RingtrainError):
     """Data set that cannot be found or read, or data file that is truncated or of another format."""
-
-
-class DamagedData(DataError):
-    """Content that is not as its format says, in a file that can be read."""
 
 
 class DeviceError(RingtrainError):

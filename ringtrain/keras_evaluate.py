@@ -66,7 +66,7 @@ def evaluate(
 
     given = data.FitArguments(x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, steps_per_epoch=steps)
     states, of_rank = _on_parts(model, given, callbacks, verbose, "evaluate", model.test_step, compute)
-    metrics = evaluation.over_all_ranks(model, 1, states)
+    metrics = evaluation.over_all_ranks(model, states)
     logs = evaluation.logs_of_all(metrics, of_rank.logs_of_rank)
     hvd.run_together(lambda: of_rank.end(logs), of_script=True)
     return logs if return_dict else model._flatten_metrics_in_order(logs)

@@ -1,11 +1,9 @@
-"""Blocks of rows: what is read of a file at once, and those that cannot be read."""
+"""Blocks of rows: what is read of a file at once."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
@@ -14,7 +12,6 @@ from ringtrain.data.data_files import IMAGES, DataFile
 
 MAX_ROWS, MAX_BYTES = 4096, 8 << 20
 """a block of successive rows ends with the row that reaches one of them"""
-LINES_ABOUT_SKIPPED = 10
 Columns = dict[str, NDArray[Any]]
 """Values of a block by column, [rows, ...]."""
 
@@ -65,7 +62,7 @@ class Files(Protocol):
         """Checksum of what the files say of their content, without reading all of it."""
 
     def read(self, block: Block) -> Columns:
-        """Values of a block; raises DamagedData, or DataError if it cannot be read."""
+        """Values of a block; raises DataError if it cannot be read."""
 
 
 def blocks_of(file: DataFile, starts: Sequence[int]) -> list[Block]:
@@ -78,24 +75,6 @@ def blocks_of(file: DataFile, starts: Sequence[int]) -> list[Block]:
             blocks.append(Block(file, first, number - first, positions[first], positions[number]))
             first = number
     return blocks
-
-
-@dataclass
-class Unreadable:
-    """Rows and blocks that this process cannot read."""
-
-    skip: bool
-    """whether to skip and count them; otherwise they end training"""
-    skipped: set[str] = field(default_factory=set)
-    """names of rows"""
-    numbers: set[int] = field(default_factory=set)
-    """of blocks"""
-
-    def add(self, name: str, problem: str) -> None:
-        """Counts a skipped row or block, and prints the first ones."""
-        if name not in self.skipped and len(self.skipped) < LINES_ABOUT_SKIPPED:
-            print(f"ringtrain: skipped {name}: {problem}", file=sys.stderr, flush=True)
-        self.skipped.add(name)
 
 
 def text_of(error: Exception) -> str:

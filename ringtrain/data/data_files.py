@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
-from ringtrain.errors import DamagedData, DataError, RingtrainError
+from ringtrain.errors import DataError, RingtrainError
 
 NUM_THREADS = 16
 """that look at files"""
@@ -136,7 +136,6 @@ def read_file(file: DataFile, read: Callable[[Any], Result], message: str = "", 
         window: Bytes that are asked for at once behind a URL; 0: what `read` asks for.
 
     Raises:
-        DamagedData: `read` has refused the content.
         DataError: It cannot be read, or has changed since it was found.
     """
     remote = _RemoteFile(file) if file.is_remote else None
@@ -144,15 +143,11 @@ def read_file(file: DataFile, read: Callable[[Any], Result], message: str = "", 
         with remote or open(file.url, "rb", buffering=0) as opened:
             result = read(io.BufferedReader(remote, window) if remote and window else opened)
     except Exception as error:  # of the system, pyarrow, or the library of a store
-        if not remote or remote.num_requests:
-            check_unchanged(file)  # one that has changed may look damaged
+        check_unchanged(file)  # one that has changed may look damaged
         if isinstance(error, DataError | MemoryError):
             raise
-        is_damage = not (remote and remote.is_asking) and not (isinstance(error, OSError) and error.errno)
-        kind = DamagedData if is_damage else DataError
-        raise kind(f"{message or f'{file}: cannot be read'}: {_text_of(error)}") from error
-    if not remote or remote.num_requests:
-        check_unchanged(file)
+        raise DataError(f"{message or f'{file}: cannot be read'}: {_text_of(error)}") from error
+    check_unchanged(file)
     return result
 
 
@@ -174,7 +169,6 @@ class _RemoteFile(io.RawIOBase):
 
     def __init__(self, file: DataFile) -> None:
         self.file, self.position = file, 0
-        self.num_requests, self.is_asking = 0, False
 
     def seekable(self) -> bool:
         return True
@@ -211,11 +205,7 @@ class _RemoteFile(io.RawIOBase):
                 raise OSError(f"got {len(answer):,} bytes from {begin:,} on, expected {end - begin:,}")
             return answer
 
-        self.num_requests += 1
-        self.is_asking = True
-        content = with_retries(ask, file.url, f"{file}: cannot be read")
-        self.is_asking = False
-        return content
+        return with_retries(ask, file.url, f"{file}: cannot be read")
 
 
 def with_retries(read: Callable[[], Result], url: str, message: str) -> Result:

@@ -30,11 +30,6 @@ class Split:
     )
     """advice for the error about ranks with different batches"""
 
-    @property
-    def skipped(self) -> frozenset[str]:
-        """Names of the samples that this process could not read and skipped."""
-        return frozenset()
-
     def __len__(self) -> int:
         raise NotImplementedError
 
@@ -91,10 +86,6 @@ class DataSet:
     input_shape: tuple[int, ...]
     of_classes: bool = False
     """whether each row's target is an integer class"""
-
-    @property
-    def skipped(self) -> frozenset[str]:
-        return self.train.skipped | self.test.skipped
 
 
 def checksums(data_set: DataSet) -> dict[str, str]:

@@ -65,7 +65,7 @@ def _pictures(
     size = config.image_size or DEFAULT_SIZE
     splits = []
     for is_train, of_split in zip((True, False), files, strict=True):
-        read = Records(of_split, image, label, on_error=config.on_error, class_names=class_names)
+        read = Records(of_split, image, label, class_names=class_names)
         empty = set(class_names or ()) - {block.file.folder_name for block in read.blocks}
         if empty:
             raise DataError(f"{of_split / min(empty)}: contains no image")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ringtrain.data import data_files
 from ringtrain.data.blocks import Block, Columns
 from ringtrain.data.data_files import DataFile
-from ringtrain.errors import DamagedData, DataError
+from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -111,7 +111,6 @@ class ParquetFiles:
         return zlib.crc32(str(self._checksums).encode())
 
     def read(self, block: Block) -> Columns:
-
         values: Columns = {}
         table = self._table(block, self.columns)
         for name in self.columns:
@@ -190,7 +189,7 @@ def _values(column: pa.Array, name: str) -> NDArray[Any]:
         try:
             return np.array(column.to_pylist(), object)
         except UnicodeDecodeError as error:
-            raise DamagedData(f"{name}: is no UTF-8: {error}") from error
+            raise DataError(f"{name}: is no UTF-8: {error}") from error
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
         values: NDArray[Any] = column.to_numpy(zero_copy_only=False)
         return values

@@ -75,9 +75,9 @@ def of_tensorflow(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tensors_of(method: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """Tensors that a bound method returns, a list of arrays or one, from `tf.numpy_function`.
+    """Tensors of the arrays that a bound method returns in a list, from `tf.numpy_function`.
 
-    A DataError of the method is an error of the operation with its class and text, see `text_of_data_error`.
+    A DataError of the method is an error of the operation with its text, see `text_of_data_error`.
     TensorFlow would print the traceback of an exception.
     """
     import tensorflow as tf
@@ -89,17 +89,17 @@ def tensors_of(method: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequen
             found = bound(*arguments)
         except DataError as error:
             nothing = [np.empty(0, tf.as_dtype(dtype).as_numpy_dtype) for dtype in dtypes]
-            return [*nothing, f"{type(error).__name__}: {error}"]
-        return [*(found if isinstance(found, list) else [found]), ""]
+            return [*nothing, f"DataError: {error}"]
+        return [*found, ""]
 
     *found, problem = tf.numpy_function(called, inputs, [*dtypes, tf.string])
     checked = tf.raw_ops.Assert(condition=tf.equal(problem, ""), data=[problem])
-    with tf.control_dependencies([checked] if checked is not None else []):
+    with tf.control_dependencies([checked]):
         return [tf.identity(one) for one in found]
 
 
-RAISED = re.compile(r"^ringtrain\.errors\.(?:DataError|DamagedData): (.+)$", re.MULTILINE)
-ASSERTED = re.compile(r"assertion failed: \[(?:DataError|DamagedData): (.*?)\](?:\s*\[\[|\s*$)", re.MULTILINE)
+RAISED = re.compile(r"^ringtrain\.errors\.DataError: (.+)$", re.MULTILINE)
+ASSERTED = re.compile(r"assertion failed: \[DataError: (.*?)\](?:\s*\[\[|\s*$)", re.MULTILINE)
 
 
 def text_of_data_error(error: Exception) -> str:

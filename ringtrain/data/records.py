@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from ringtrain.data import augment, division
 from ringtrain.data.arrays import NumberedRows, RowNumbers
 from ringtrain.data.block_cache import NUM_THREADS, BlockCache, num_bytes
-from ringtrain.data.blocks import Columns, Unreadable, text_of
+from ringtrain.data.blocks import Columns, text_of
 from ringtrain.data.data_files import files_of
 from ringtrain.data.parts import Parts
 from ringtrain.data.python_calls import of_tensorflow, tensors_of, weakly
 from ringtrain.data.record_files import opened
 from ringtrain.data.row_order import Order, lane_order
-from ringtrain.errors import DamagedData, DataError
+from ringtrain.errors import DataError
 from ringtrain.protocol import cores
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ MAX_THREADS = 4
 """batches that are transformed at once"""
 REMOTE_READERS = 8
 """threads that read blocks behind URLs, where each waits"""
-Make = Callable[[Any, Any, Any], Any]
-"""Called as `RecordRows._made`."""
 
 
 class Records:
@@ -61,9 +59,6 @@ class Records:
             state, and computes each row by itself.
         features: Of TFRecords, as for `tf.io.parse_example`. None: those of the first record, with its lengths.
         memory_mb: Memory of a rank for blocks, about.
-        on_error: "fail", or "skip": in training, other rows replace those of a damaged block, and those for which
-            `transform` fails. Which ones depends on the number of ranks. Evaluation, prediction and opening a file
-            still fail.
         class_names: Of images: names of all folders, whose places are the classes. None: those of the files, sorted.
 
     Attributes:
@@ -86,38 +81,31 @@ class Records:
         transform: Callable[..., Any] | None = None,
         features: Mapping[str, Any] | None = None,
         memory_mb: int = MEMORY_MB,
-        on_error: str = "fail",
         class_names: Sequence[str] | None = None,
     ) -> None:
         if weight is not None and target is None:
             raise DataError("ringtrain.Records: got a weight without a target, which it would stand for: name both")
-        if on_error not in ("fail", "skip"):
-            raise DataError(f"ringtrain.Records: got on_error {on_error!r}, expected fail or skip")
         if not 1 <= memory_mb < math.inf:
             raise DataError(f"ringtrain.Records: got memory_mb {memory_mb}, expected at least 1")
         self.nest = tuple(part for part in (inputs, target, weight) if part is not None)
         self.transform = transform
         self.parts = [*_parts_of(self.nest)]
         self.columns = sorted({name for part in self.parts for name in _names_in(part)})
-        self.unreadable = Unreadable(on_error == "skip")
-        self.unreadable_rows: set[int] = set()
-        """numbers of the rows for which the transform fails"""
         random_state = random.getstate()
         try:
             self.files = opened(files_of(files), self.columns, features, class_names)
             self.blocks = self.files.blocks
-            first = self._first_block()
+            values = self._read(0)
         finally:
             random.setstate(random_state)  # which a store's library may use when it tries again, and Keras for weights
         self.starts = np.cumsum([0, *(block.num_rows for block in self.blocks)])
         # Memory follows from a block as it is read: files may be compressed.
-        number, values = first
         self.specs = [(array.dtype, array.shape[1:]) for array in values]
         """dtype of each part, and shape of its rows"""
-        self.bytes_of_row = max(1, num_bytes(values) / self.blocks[number].num_rows)
+        self.bytes_of_row = max(1, num_bytes(values) / self.blocks[0].num_rows)
         max_bytes = int(memory_mb * 2**20)
         sizes = [block.end - block.begin or block.num_rows for block in self.blocks]
-        of_largest = num_bytes(values) * max(sizes) / sizes[number]
+        of_largest = num_bytes(values) * max(sizes) / sizes[0]
         self.lanes = next((number for number in LANES if 2 * number * of_largest <= max_bytes), 1)
         self.cache = self._cache_of(max_bytes)
 
@@ -185,98 +173,10 @@ class Records:
         each = iter(values)
         return keras.tree.lists_to_tuples(tuple(_filled(part, each) for part in self.nest))
 
-    def values_or_others(self, numbers: NDArray[np.int64]) -> list[NDArray[Any]]:
-        """The same, with other rows in place of those that cannot be read, if these are skipped."""
-        while True:
-            others = self._others(numbers)
-            try:
-                return self.values_of(others)
-            except DamagedData:
-                if not self.unreadable.skip:
-                    raise
-            for number in np.unique(self._blocks_of(others)).tolist():
-                try:
-                    self.cache.take([number])
-                except DamagedData as error:
-                    self._skip(number, error)
-
-    def _others(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        is_unreadable = self._is_unreadable(numbers)
-        if not is_unreadable.any():
-            return numbers
-        others = numbers[~is_unreadable]
-        if not len(others):
-            others = self._readable_near(int(self._blocks_of(numbers)[0]))
-        return np.where(is_unreadable, np.resize(others, len(numbers)), numbers)
-
-    def _is_unreadable(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
-        in_damaged_block = np.isin(self._blocks_of(numbers), list(self.unreadable.numbers))
-        return in_damaged_block | np.isin(numbers, list(self.unreadable_rows))
-
-    def _readable_near(self, first: int) -> NDArray[np.int64]:
-        """Rows of the next block after block `first` of which some can be read, or of the first such block."""
-        num_blocks = len(self.blocks)
-        for number in (*range(first, num_blocks), *range(first)):
-            rows = np.arange(self.starts[number], self.starts[number + 1])
-            readable = rows[~self._is_unreadable(rows)]
-            if len(readable):
-                return readable
-        raise DataError(f"{self.blocks[first].name} cannot be read, nor any other")
-
-    def transformable(
-        self, make: Make, draw: NDArray[np.int64], numbers: NDArray[np.int64], may_skip: np.bool_
-    ) -> NDArray[np.int64]:
-        """Rows of which a transform can make a batch, for those with which it has failed.
-
-        Raises:
-            DamagedData: It fails for a row, and rows may not be skipped, or it fails for all together.
-        """
-        rows = numbers
-        has_failing = True
-        while has_failing:  # rows from elsewhere may fail, too
-            if may_skip:
-                rows = self._others(numbers)
-            has_failing = False
-            for row in np.unique(rows).tolist():
-                problem = self._problem_of(make, draw, np.array([row]))
-                if problem:
-                    has_failing = True
-                    if self.transform:
-                        problem = f"transform fails: {problem}"
-                    self._skip_row(row, problem, bool(may_skip))
-        problem = self._problem_of(make, draw, rows)
-        if problem:
-            raise DamagedData(f"ringtrain.Records: transform fails for a batch, and for none of its rows: {problem}")
-        return rows
-
-    def _skip_row(self, row: int, problem: str, may_skip: bool) -> None:
-        block = int(self._blocks_of(np.array(row)))
-        name = self.blocks[block].name_of(row - self.starts[block])
-        if not may_skip:
-            raise DamagedData(
-                f'{name}: {problem}: fix or remove it, or skip such rows in training with on_error="skip"'
-                f" (--data.on-error skip)"
-            )
-        self.unreadable.add(name, problem)
-        self.unreadable_rows.add(row)
-
-    def _problem_of(self, make: Make, draw: NDArray[np.int64], numbers: NDArray[np.int64]) -> str:
-        """What is wrong with rows, as a transform says; "": nothing."""
-        import tensorflow as tf
-
-        try:
-            with tf.device("CPU"):  # leaves GPU memory to the model
-                make(draw, numbers, self.nested([tf.constant(values) for values in self.values_of(numbers)]))
-        except (tf.errors.OpError, ValueError, TypeError) as error:
-            return text_of(error)
-        return ""
-
-    def _skip(self, number: int, error: DamagedData) -> None:
-        block = self.blocks[number]
-        problem = str(error).removeprefix(block.name).removeprefix(": ").strip()
-        self.unreadable.add(block.name, f"{block.num_rows:,} rows: {problem}")
-        self.unreadable.skipped.update(block.name_of(row) for row in range(1, block.num_rows))
-        self.unreadable.numbers.add(number)
+    def name_of(self, number: int) -> str:
+        """Name of a row in messages."""
+        block = int(self._blocks_of(np.array(number)))
+        return self.blocks[block].name_of(number - self.starts[block])
 
     def _blocks_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.searchsorted(self.starts, numbers, side="right") - 1
@@ -292,24 +192,13 @@ class Records:
                 )
         return values
 
-    def _first_block(self) -> tuple[int, list[NDArray[Any]]]:
-        """Number and values of the first block, or of the first that is not skipped."""
-        for number in range(len(self.blocks)):
-            try:
-                return number, self._read(number)
-            except DamagedData as error:
-                if not self.unreadable.skip:
-                    raise
-                self._skip(number, error)
-        raise DataError(f"{self.blocks[0].name} cannot be read, nor any other")
-
     def _read(self, number: int) -> list[NDArray[Any]]:
         columns = self.files.read(self.blocks[number])
         return [_joined(part, columns) for part in self.parts]
 
     def start(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Starts to read the blocks of rows; returns the rows' numbers."""
-        self.cache.start(set(self._blocks_of(numbers).tolist()) - self.unreadable.numbers)
+        self.cache.start(set(self._blocks_of(numbers).tolist()))
         return numbers
 
 
@@ -335,10 +224,6 @@ class RecordRows(NumberedRows):
         self._num_samples = len(records)
 
     @property
-    def skipped(self) -> frozenset[str]:
-        return frozenset(self.records.unreadable.skipped)
-
-    @property
     def plan(self) -> dict[str, str]:
         records = self.records
         num_files = len({block.file for block in records.blocks})
@@ -352,7 +237,7 @@ class RecordRows(NumberedRows):
         """Checksum of what the order follows from, of the files' names and checksums, and of the first and last row."""
         records = self.records
         blocks = [(block.file.name, block.file.size, block.number, block.num_rows) for block in records.blocks]
-        rows = [str(values.tolist()) for values in records.values_or_others(np.array([0, len(records) - 1]))]
+        rows = [str(values.tolist()) for values in records.values_of(np.array([0, len(records) - 1]))]
         text = f"{len(self)} {records.columns} {records.lanes} {blocks} {records.files.checksum()} {rows}"
         return zlib.crc32(text.encode(errors="surrogateescape"))
 
@@ -360,7 +245,7 @@ class RecordRows(NumberedRows):
         import tensorflow as tf
 
         numbers = tf.data.Dataset.from_tensors((tf.constant(0, tf.int64), np.arange(begin, end)))
-        return next(iter(self._batches(numbers, end - begin, None, self.records.values_or_others)))
+        return next(iter(self.batches(numbers, end - begin, None)))
 
     def _shuffled(self, global_batch_size: int, seed: int, epoch: int) -> Order:
         ends = np.minimum(self.records.starts, len(self))
@@ -369,64 +254,8 @@ class RecordRows(NumberedRows):
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
         records = self.records
-        return self._batches(order, batch_size, seed, records.values_of if seed is None else records.values_or_others)
-
-    def _batches(
-        self,
-        order: tf.data.Dataset,
-        batch_size: int,
-        seed: int | None,
-        values_of_rows: Callable[[NDArray[np.int64]], Any],
-    ) -> tf.data.Dataset:
-        import tensorflow as tf
-
-        records, specs = self.records, self.records.specs
-        dtypes = [tf.string if dtype.kind == "O" else tf.as_dtype(dtype) for dtype, _ in specs]
-        start = of_tensorflow(records.start)
-        num_rows = order.element_spec[1].shape[0]  # None: it differs
-        bytes_of_batch = records.bytes_of_row * batch_size
-        num_ahead = max(1, min(AHEAD, int(records.cache.max_bytes / 4 / bytes_of_batch)))
-        per_call = max(1, min(num_ahead, int(CALL_BYTES / bytes_of_batch)))  # batches: calls of Python are slow
-        if records.unreadable.skip:
-            per_call = 1  # the rows in place of damaged ones are chosen for a batch
-
-        def started(epoch: tf.Tensor, flat: tf.Tensor, lengths: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            return epoch, tf.ensure_shape(tf.numpy_function(start, [flat], tf.int64), [None]), lengths
-
-        def read(epoch: tf.Tensor, flat: tf.Tensor, lengths: tf.Tensor) -> tf.data.Dataset:
-            draw = tf.zeros([0], tf.int64) if seed is None else tf.stack([tf.constant(seed, tf.int64), epoch])
-            return of_group(flat, lengths).map(lambda rows, batch: (draw, rows, batch))
-
-        def of_group(flat: tf.Tensor, lengths: tf.Tensor) -> tf.data.Dataset:
-            found = tensors_of(values_of_rows, [flat], dtypes)
-            found = [tf.ensure_shape(one, [None, *shape]) for one, (_, shape) in zip(found, specs, strict=True)]
-            found = [flat, *found]
-            if per_call == 1:  # without a copy
-                batch = [tf.ensure_shape(one, [num_rows, *one.shape[1:]]) for one in found]
-                return tf.data.Dataset.from_tensors(numbered(batch))
-            length = lengths[0] if num_rows is None else num_rows
-            num_equal = tf.reduce_sum(tf.math.cumprod(tf.cast(lengths == lengths[0], tf.int64)))
-            batches = [tf.reshape(one[: num_equal * length], [num_equal, length, *one.shape[1:]]) for one in found]
-            equal = tf.data.Dataset.from_tensor_slices(numbered(batches))  # the fastest way to cut them
-            if num_rows is not None:
-                return equal
-            ends = tf.cumsum(lengths)
-            others = tf.data.Dataset.from_tensor_slices((ends - lengths, ends)).skip(num_equal)
-            return equal.concatenate(others.map(lambda begin, end: numbered([one[begin:end] for one in found])))
-
-        def numbered(values: Sequence[tf.Tensor]) -> Any:
-            return values[0], records.nested(values[1:])
-
-        if num_rows is None:
-            groups = order.ragged_batch(per_call).map(lambda epochs, rows: (epochs[0], rows.values, rows.row_lengths()))
-        else:
-            all_lengths = tf.fill([per_call], np.int64(num_rows))
-            groups = order.batch(per_call).map(
-                lambda epochs, rows: (epochs[0], tf.reshape(rows, [-1]), all_lengths[: tf.shape(rows)[0]])
-            )
-        of_rows = groups.map(started).prefetch(-(-num_ahead // per_call)).flat_map(read)
-        of_rows.record_rows = self  # as long as the dataset lives, so do they
-        batches = of_rows.map(lambda draw, rows, batch: batch)
+        of_rows = self._read(order, batch_size, seed)
+        batches = of_rows.map(lambda draw, numbers, batch: batch)
         if records.transform:
             state = division.state_of(batches.map(records.transform)._map_func.function)
             if state:
@@ -435,13 +264,51 @@ class RecordRows(NumberedRows):
                     f" operations without a state, such as tf.random.stateless_uniform with a seed from the row"
                 )
         if records.transform or self.transform:
-            may_skip = records.unreadable.skip and values_of_rows == records.values_or_others
-            batches = self._transformed(of_rows, may_skip)
+            batches = self._transformed(of_rows)
         if self.class_weight:
             from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
             batches = batches.map(make_class_weight_map_fn(self.class_weight))
         return batches
+
+    def _read(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
+        """Batches of rows: what random numbers follow from, the numbers of the rows, and their values."""
+        import tensorflow as tf
+
+        records = self.records
+        start = of_tensorflow(records.start)
+        num_rows = order.element_spec[1].shape[0]  # None: it differs
+        bytes_of_batch = records.bytes_of_row * batch_size
+        num_ahead = max(1, min(AHEAD, int(records.cache.max_bytes / 4 / bytes_of_batch)))
+        per_call = max(1, min(num_ahead, int(CALL_BYTES / bytes_of_batch)))  # batches: calls of Python are slow
+
+        def started(epoch: tf.Tensor, numbers: tf.Tensor, lengths: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            return epoch, tf.ensure_shape(tf.numpy_function(start, [numbers], tf.int64), [None]), lengths
+
+        def read(epoch: tf.Tensor, numbers: tf.Tensor, lengths: tf.Tensor) -> tf.data.Dataset:
+            draw = tf.zeros([0], tf.int64) if seed is None else tf.stack([tf.constant(seed, tf.int64), epoch])
+            values = [numbers, *self._values_of(numbers)]
+            ends = tf.cumsum(lengths)
+
+            def cut(begin: tf.Tensor, end: tf.Tensor) -> Any:
+                rows, *batch = [tf.ensure_shape(one[begin:end], [num_rows, *one.shape[1:]]) for one in values]
+                return draw, rows, records.nested(batch)
+
+            return tf.data.Dataset.from_tensor_slices((ends - lengths, ends)).map(cut)
+
+        groups = _grouped(order, per_call).map(started).prefetch(-(-num_ahead // per_call))
+        of_rows = groups.flat_map(read)
+        of_rows.record_rows = self  # as long as the dataset lives, so do they
+        return of_rows
+
+    def _values_of(self, numbers: tf.Tensor) -> list[tf.Tensor]:
+        """Tensors with the values of each part of the nest."""
+        import tensorflow as tf
+
+        specs = self.records.specs
+        dtypes = [tf.string if dtype.kind == "O" else tf.as_dtype(dtype) for dtype, _ in specs]
+        values = tensors_of(self.records.values_of, [numbers], dtypes)
+        return [tf.ensure_shape(one, [*numbers.shape, *shape]) for one, (_, shape) in zip(values, specs, strict=True)]
 
     def _made(self, draw: Any, numbers: Any, batch: Any) -> Any:
         """What is made of a batch of rows with these numbers. `draw`: of random numbers, or empty."""
@@ -451,37 +318,52 @@ class RecordRows(NumberedRows):
             batch = self.transform(batch, numbers, draw if draw.shape[0] else None)
         return batch
 
-    def _readable(self, draw: NDArray[np.int64], numbers: NDArray[np.int64], may_skip: np.bool_) -> NDArray[np.int64]:
-        return self.records.transformable(self._made, draw, numbers, may_skip)
-
-    def _transformed(self, of_rows: tf.data.Dataset, may_skip: bool) -> tf.data.Dataset:
-        """Transformed batches. Of one that cannot be made, its rows are tried one by one.
-
-        Args:
-            of_rows: What random numbers follow from, the numbers of a batch's rows, and the batch.
-            may_skip: Whether other rows replace those that cannot be made.
-        """
+    def _check(self, draw: NDArray[np.int64], numbers: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Returns the numbers of rows of which a batch is made; raises DataError for the first that fails by itself."""
         import tensorflow as tf
 
         records = self.records
-        dtypes = [tf.string if dtype.kind == "O" else tf.as_dtype(dtype) for dtype, _ in records.specs]
+        for number in numbers.tolist():
+            row = np.array([number])
+            batch = records.nested([tf.constant(values) for values in records.values_of(row)])
+            try:
+                with tf.device("CPU"):  # leaves GPU memory to the model
+                    self._made(draw, row, batch)
+            except (tf.errors.OpError, ValueError, TypeError) as error:
+                transform = "transform fails: " if records.transform else ""
+                raise DataError(f"{records.name_of(number)}: {transform}{text_of(error)}") from error
+        return [numbers]
 
-        def read_again(draw: tf.Tensor, rows: tf.Tensor) -> Any:
-            (numbers,) = tensors_of(self._readable, [draw, rows, may_skip], [tf.int64])
-            numbers = tf.ensure_shape(numbers, rows.shape)
-            values = tensors_of(records.values_of, [numbers], dtypes)
-            for number, (_, shape) in enumerate(records.specs):
-                values[number] = tf.ensure_shape(values[number], [*rows.shape, *shape])
-            return draw, numbers, records.nested(values)
+    def _transformed(self, of_rows: tf.data.Dataset) -> tf.data.Dataset:
+        """Transformed batches. Of one that cannot be made, the rows are tried one by one."""
+        import tensorflow as tf
 
-        def transformed(draw: tf.Tensor, rows: tf.Tensor, batch: Any) -> tf.data.Dataset:
-            good = tf.data.Dataset.from_tensors((draw, rows, batch)).map(self._made).ignore_errors()
-            again = tf.data.Dataset.from_tensors((draw, rows)).map(read_again).map(self._made)
-            return good.concatenate(again).take(1)
+        def checked(draw: tf.Tensor, numbers: tf.Tensor, batch: Any) -> Any:
+            (same,) = tensors_of(self._check, [draw, numbers], [tf.int64])
+            return draw, tf.ensure_shape(same, numbers.shape), batch
+
+        def transformed(draw: tf.Tensor, numbers: tf.Tensor, batch: Any) -> tf.data.Dataset:
+            given = tf.data.Dataset.from_tensors((draw, numbers, batch))
+            return given.map(self._made).ignore_errors().concatenate(given.map(checked).map(self._made)).take(1)
 
         # Several at once, each of which is one batch: to decode images takes longer than to train with them.
         threads = min(cores.num_threads(tf.config.threading.get_intra_op_parallelism_threads()), MAX_THREADS)
         return of_rows.interleave(transformed, threads, num_parallel_calls=threads, deterministic=True)
+
+
+def _grouped(order: tf.data.Dataset, size: int) -> tf.data.Dataset:
+    """Groups of successive batches: their epoch, the numbers of all their rows, and of each batch how many."""
+    import tensorflow as tf
+
+    if order.element_spec[1].shape[0] is None:
+        ragged = order.ragged_batch(size)
+        return ragged.map(lambda epochs, rows: (epochs[0], rows.values, rows.row_lengths()))
+
+    def flat(epochs: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        num_batches, num_rows = tf.unstack(tf.shape(rows, tf.int64))
+        return epochs[0], tf.reshape(rows, [-1]), tf.fill([num_batches], num_rows)
+
+    return order.batch(size).map(flat)
 
 
 class _Passes(RowNumbers):

@@ -127,8 +127,7 @@ def records(config: DataConfig) -> FitArguments:
         transform = imported("data.transform", config.transform)
 
     def of(urls: tuple[str, ...], class_names: Sequence[str] | None) -> Records:
-        more: dict[str, Any] = {"transform": transform, "on_error": config.on_error}
-        return Records(urls, inputs, config.target or None, class_names=class_names, **more)
+        return Records(urls, inputs, config.target or None, transform=transform, class_names=class_names)
 
     train = of(config.url, None)
     return FitArguments(x=train, validation_data=of(config.test_url, train.class_names) if config.test_url else None)

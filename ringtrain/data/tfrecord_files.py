@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from ringtrain.data import data_files, tfrecords
-from ringtrain.data.blocks import Block, Columns, blocks_of
+from ringtrain.data.blocks import Block, Columns, blocks_of, text_of
 from ringtrain.data.data_files import INDEX, OTHER_INDEX, DataFile
-from ringtrain.errors import DamagedData, DataError
+from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -86,62 +85,36 @@ class TFRecordFiles:
                 names = tf.strings.join(["record ", tf.strings.as_string(numbers)])  # in error messages
                 values = tf.io.parse_example(texts, self.features, names)
         except tf.errors.OpError as error:
-            raise DataError(f"{block.name} cannot be read: {_in_one_line(error)}") from error
+            raise DataError(f"{block.name} cannot be read: {text_of(error)}") from error
         return {name: value.numpy() for name, value in values.items()}
 
     def _texts(self, block: Block) -> tf.Tensor:
         """Serialized records of a block, string [rows]; their checksums are compared."""
-        import tensorflow as tf
 
-        try:
-            if block.file.is_remote:
-                return self._texts_of_url(block)
-            texts = _texts_of(block.file.url, block.begin, block.num_rows)
-        except tf.errors.OpError as error:
-            data_files.check_unchanged(block.file)  # one that has changed may look damaged
-            problem = f"{block.name} cannot be read: {_in_one_line(error)}"
-            if isinstance(error, tf.errors.DataLossError):
-                kind = self._damaged(block, problem)
-            else:
-                kind = DataError(problem)
-            raise kind from error
-        data_files.check_unchanged(block.file)
-        return texts
-
-    def _texts_of_url(self, block: Block) -> tf.Tensor:
         def read(opened: IO[bytes]) -> tf.Tensor:
+            if not block.file.is_remote:
+                return _texts_of(block.file.url, block.begin, block.num_rows)
             opened.seek(block.begin)
-            return _texts_of_copy(opened.read(block.end - block.begin), block.num_rows)
+            content = opened.read(block.end - block.begin)
+            try:
+                return _texts_of_copy(content, block.num_rows)
+            except ValueError as error:
+                or_index = f", or {block.file}{INDEX} {OTHER_INDEX}" if block.file in self._indexed else ""
+                raise DataError(f"{block.name} cannot be read: {error}{or_index}") from error
 
-        try:
-            return data_files.read_file(block.file, read, f"{block.name} cannot be read")
-        except DamagedData as error:
-            raise self._damaged(block, str(error)) from error
-
-    def _damaged(self, block: Block, problem: str) -> DataError:
-        """Error of a block that is not as expected: by itself, or as its file's index is of another one."""
-        if block.file in self._indexed:
-            return DataError(f"{problem}, or {block.file}{INDEX} {OTHER_INDEX}")
-        return DamagedData(problem)
+        return data_files.read_file(block.file, read, f"{block.name} cannot be read")
 
     def _features(self) -> dict[str, Any]:
-        """Features of the first record that can be read, with its lengths."""
+        """Features of the first record, with its lengths."""
         import tensorflow as tf
 
-        damage: list[DamagedData] = []
-        for block in self.blocks:
-            try:
-                text = self._texts(block)[0].numpy()
-                break
-            except DamagedData as error:
-                damage.append(error)
-        else:
-            raise damage[0]
+        block = self.blocks[0]
+        text = self._texts(block)[0].numpy()
         dtypes = {"bytes_list": tf.string, "float_list": tf.float32, "int64_list": tf.int64}
         try:
             example = tf.train.Example.FromString(text)
         except Exception as error:  # of protobuf
-            raise DataError(f"{block.name} cannot be read as tf.train.Example: {_in_one_line(error)}") from error
+            raise DataError(f"{block.name} cannot be read as tf.train.Example: {text_of(error)}") from error
         features = {}
         for name, feature in example.features.feature.items():
             kind = feature.WhichOneof("kind")
@@ -172,29 +145,24 @@ def _texts_of_copy(content: bytes, num_rows: int) -> tf.Tensor:
         with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as copy:  # it may be missing, or full
             copy.write(content)
             copy.flush()
-            try:
-                texts = _texts_of(f"/proc/self/fd/{copy.fileno()}", 0, num_rows)
-            except tf.errors.DataLossError as error:
-                raise ValueError(_in_one_line(error)) from error
-            if int(_bytes_of(texts)) != len(content):
-                raise ValueError(f"its records have {int(_bytes_of(texts)):,} bytes, expected {len(content):,}")
+            texts = _texts_of(f"/proc/self/fd/{copy.fileno()}", 0, num_rows)
+            num_bytes = int(tf.reduce_sum(tf.strings.length(texts))) + len(texts) * tfrecords.AROUND
+            if num_bytes != len(content):
+                raise ValueError(f"its records have {num_bytes:,} bytes, expected {len(content):,}")
             return texts
     raise DataError(f"{tempfile.gettempdir()}: cannot be written: a block behind a URL is copied there")
 
 
-def _bytes_of(texts: tf.Tensor) -> Any:
-    """Bytes that records take in a file."""
-    import tensorflow as tf
-
-    return tf.reduce_sum(tf.strings.length(texts)) + len(texts) * tfrecords.AROUND
-
-
 def _texts_of(path: str, begin: int, num_rows: int) -> tf.Tensor:
+    """Records of a file from a position on; raises ValueError if they are damaged."""
     import tensorflow as tf
 
     position = tf.data.Dataset.from_tensors((path, tf.constant(begin, tf.int64)))
     records = position.flat_map(lambda path, begin: tfrecords.records(path, begin, num_rows, BUFFER))
-    return next(iter(records.batch(num_rows)))
+    try:
+        return next(iter(records.batch(num_rows)))
+    except tf.errors.OpError as error:
+        raise ValueError(text_of(error)) from error
 
 
 def _scanned(file: DataFile) -> list[int]:
@@ -230,9 +198,3 @@ def index(file: DataFile) -> str:
     """Text of a file's index."""
     _, *starts = _scanned(file)
     return "".join(f"{begin} {end - begin}\n" for begin, end in itertools.pairwise([*starts, file.size]))
-
-
-def _in_one_line(error: Any) -> str:
-    """Text of an error, without the names of TensorFlow's operations."""
-    text = re.sub(r"\{\{.*?\}\} | \[Op:.*", "", " ".join(str(error).split()))
-    return text[:300]

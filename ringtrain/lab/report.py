@@ -107,7 +107,6 @@ def _results(run: Run) -> dict[str, str]:
     saves = run.summary.get("saves")
     if saves:
         cells["checkpoints"] = f"{saves['count']}; training waited {number(saves['stall_s'])} s"
-    cells["samples left out"] = str(run.summary.get("skipped_samples") or "")
     if run.summary.get("in_sync"):
         cells["ranks' weights"] = f"equal, {run.summary['checksum']}"
     return cells

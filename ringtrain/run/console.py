@@ -314,7 +314,6 @@ def show_complete(console: Console, folder: Path, summary: Mapping[str, Any]) ->
 
 def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proof: str, total_s: float) -> None:
     """Prints the result; what was verified (`proof`) comes last. `total_s`: from the start, with libraries and data."""
-    skipped = summary.get("skipped_samples", 0)
     failed, restarts = summary["saves"]["failed"], summary["restarts"]
     resume = ""
     if summary["config"]["run"]["resume"] not in ("auto", "must"):
@@ -338,8 +337,6 @@ def show_result(console: Console, folder: Path, summary: Mapping[str, Any], proo
         rows["not exported"] = summary["not_exported"]
     if restarts:
         rows["restarts"] = f"{restarts}, the reasons are in summary.json"
-    if skipped:
-        rows["skipped"] = f"{skipped:,} that could not be read, see {folder}/logs/"
     wrap = functools.partial(textwrap.wrap, width=RESULT_WIDTH - 15, break_long_words=False, break_on_hyphens=False)
     rows = {name: f"\n{'':<15}".join(wrap(value)) for name, value in rows.items()}
     rows |= {"files": f"{folder}/", "next": f"ringtrain report {shlex.quote(str(folder))}"}  # whole, to be pasted

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from numpy.typing import NDArray
 
 from ringtrain import data, hvd
-from ringtrain.errors import DataError
 from ringtrain.optim.step import flat_logs, metric_results, seed_of
 
 if TYPE_CHECKING:
@@ -66,7 +64,7 @@ class Evaluation(keras.callbacks.Callback):
     def _add_metrics(self, epoch: int, logs: dict[str, Any]) -> None:
         hvd.average_moving_statistics(self.model)
         results = results_of_metrics(self.model)
-        metrics = over_all_ranks(self.model, num_samples=1)  # not 0, as ranks have trained
+        metrics = over_all_ranks(self.model)
         self.set_metrics(logs, metrics, (self.run.clock.results, results))
         was_stopped = self.run.callbacks.stop.is_ended  # by a step: those that end with the epoch come later
         self.run.data_set.train.end_epoch(epoch - self.run.start.initial_epoch, was_stopped)
@@ -74,14 +72,13 @@ class Evaluation(keras.callbacks.Callback):
             return
         begin_s = time.perf_counter()
         parts, logs_of_rank = hvd.run_together(lambda: self._evaluate_shards(epoch), of_script=True)
-        num_samples = sum(map(len, self.shards))
         values = parts[0]
         if self.run.config.train.virtual_ranks:  # a row each: their sum does not depend on the number of ranks
             values = [np.zeros((self.num_shards, *sums.shape)) for sums in parts[0]]
             for number, part in zip(self.own, parts, strict=True):
                 for rows, sums in zip(values, part, strict=True):
                     rows[number] = sums
-        metrics = over_all_ranks(self.model, num_samples, values)
+        metrics = over_all_ranks(self.model, values)
         for name, value in logs_of_all(metrics, logs_of_rank).items():
             logs[f"{self.run.validation.prefix}{name}"] = value
         self.seconds += time.perf_counter() - begin_s
@@ -210,10 +207,9 @@ def evaluate_shard(
     # Keras would read data of unknown length to their end, and count the end in the losses of single outputs.
     # A shard of a stream has as many batches as numbers.
     steps = len(shard) if int(batches.cardinality()) == tf.data.UNKNOWN_CARDINALITY else None
-    with _prepared(model, batches, steps, is_prepared) as words, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Your input ran out of data")  # e.g. because of skipped samples
+    with _prepared(model, batches, steps, is_prepared) as words:
         logs = model.evaluate(batches, verbose=0, callbacks=callbacks, return_dict=True, steps=steps, **words)
-    if callbacks.num_calls > calls_before:  # else all of its samples are unreadable
+    if callbacks.num_calls > calls_before:  # else the model's own `evaluate` has not called Keras'
         callbacks.logs_of_rank = logs, metrics_behind(logs, results_of_metrics(model))
     return states_of_metrics(model)
 
@@ -303,24 +299,19 @@ def _is_equal(value: Any, result: Any) -> bool:
     return bool(np.allclose(value, result, rtol=1e-6, atol=0.0, equal_nan=True))
 
 
-def over_all_ranks(
-    model: keras.Model, num_samples: int, values: Sequence[NDArray[Any]] | None = None
-) -> dict[str, Any]:
+def over_all_ranks(model: keras.Model, values: Sequence[NDArray[Any]] | None = None) -> dict[str, Any]:
     """Sums the metrics of all ranks since their reset, and returns each by name, as a float or an array. Collective.
 
     Keras' metrics keep sums, counts and confusion matrices, so one process would have their sum over the ranks.
-    Afterwards the metrics on every rank hold that sum. Raises DataError on every rank if the sum of `num_samples`, the
-    number of samples that each rank has seen, is 0.
+    Afterwards the metrics on every rank hold that sum.
 
     `values`: of the metrics on this rank, or rows of which they are the sum. None: what the metrics hold.
     """
     of_rank = states_of_metrics(model) if values is None else values
-    sums, total_samples = of_rank, np.array(num_samples)
+    sums = of_rank
     if values is not None or not hvd.is_shared(model):  # else each rank has those of all
         with hvd.during("reduce"):
-            *sums, total_samples = sums_over_ranks([*of_rank, total_samples], "ringtrain_metrics")
-    if not total_samples:
-        raise DataError("none of the samples could be read: those that were skipped are named in the run's logs/")
+            sums = sums_over_ranks(of_rank, "ringtrain_metrics")
     for variable, total in zip(model.metrics_variables, sums, strict=True):
         if total.ndim > len(variable.shape):
             total = total.sum(axis=0)

@@ -268,7 +268,6 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
 
     `facts` replace values of the same name.
     """
-    skipped = set().union(*hvd.allgather_object(run.data_set.skipped, name="ringtrain_skipped"))
     callbacks, numbers = run.callbacks, run.numbers
     metrics, recorder = callbacks.saver.metrics, callbacks.recorder
     summary = {
@@ -284,7 +283,6 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
         "resumed_from": run.start.source,
         "restarts": run.attempt.number,
         "restart_causes": run.attempt.causes,
-        "skipped_samples": len(skipped),
         "frozen": model_state.frozen_layers(run.model),
         "frozen_as_compiled": run.start.frozen_as_compiled,
         "in_sync": True,

@@ -24,7 +24,7 @@ SMALL = ["--data.name", "synthetic", "--data.num-samples", "408", "--data.image-
 SUMMARY_KEYS = {
     *("test_accuracy", "test_loss", "images_per_s", "num_ranks", "global_step", "in_sync", "checksum", "versions"),
     *("hosts", "config", "numbers", "started", "fit_s", "check_s", "stopped_by", "resumed_from"),
-    *("skipped_samples", "metrics", "evaluate_s", "saves", "restarts", "restart_causes", "ranks", "strategy"),
+    *("metrics", "evaluate_s", "saves", "restarts", "restart_causes", "ranks", "strategy"),
     *("num_parameters", "samples", "frozen", "frozen_as_compiled", "on_resume", "unlike_one_process"),
 }
 

@@ -101,7 +101,6 @@ BAD_FILES = {
 VALUES = {
     "hvd.op": "adasum",
     "hvd.compression": "powersgd:2",
-    "data.on_error": "skip",
     "model.split": "layers:2",
     "device.memory_fraction": 0.5,
 }

@@ -199,7 +199,6 @@ def test_a_finished_run_tells_how_long_it_took_and_what_to_look_at_in_72_columns
         **{
             "stopped_by": stopped_by,
             "images_per_s": 12482.0,
-            "skipped_samples": 1234,
             "fit_s": 192.4,
             "global_step": 660,
             "ranks": [{}, *(times_of(share) for share in (0.02, 0.38, 0.1))],

@@ -6,7 +6,6 @@ import itertools
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -176,43 +175,21 @@ def test_the_index_of_another_version_of_a_file_is_not_believed(num_rows: int, t
         list(Records("odd://rows/part", "cls").dataset(4))
 
 
-def damage(kind: str, folder: Path) -> int:
-    """Damages the third row of the second file; returns the number of rows of its block."""
-    path = sorted(folder.iterdir())[1]
-    content = bytearray(path.read_bytes())
-    if kind == "tfrecord":
-        content[len(content) // 20 * 2 + 20] ^= 255
-    else:
-        content[60:80] = bytes(20)
-    path.write_bytes(content)
-    return 7
-
-
 @pytest.mark.parametrize("kind", ["parquet", "tfrecord"])
-def test_damaged_blocks_are_skipped_and_counted(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """In training, if it is asked for; evaluation fails, and so does a file that has changed."""
+@pytest.mark.parametrize("seed", [None, 3])
+def test_damaged_blocks_and_files_that_have_changed_are_named(kind: str, seed: int | None, tmp_path: Path) -> None:
     folder = write(kind, tmp_path / "rows")
-    num_damaged = damage(kind, folder)
-    inputs, target = COLUMNS[kind]
-    rows = Records(folder, inputs, target, on_error="skip")
-    seen = [y for _, of_batch in passes_of(rows, 3) for y in of_batch]
-    assert len(seen) == NUM and {*range(NUM)} - {*seen} == {*range(20, 20 + num_damaged)}
-    assert len(RecordRows(rows).skipped) == num_damaged
-    printed = capfd.readouterr().err
-    assert len(re.findall(r"ringtrain: skipped .*part-20.*: 7 rows: ", printed)) == 1
-    passes_of(rows, 4)
-    assert "skipped" not in capfd.readouterr().err
-    for failing, seed in ((rows, None), (Records(folder, inputs, target), 3)):
-        with pytest.raises(tf.errors.OpError, match=r"part-20.* (from 0 on|row group 0)"):
-            passes_of(failing, seed)
-    fresh = Records(folder, inputs, target, on_error="skip")
-    os.utime(sorted(folder.iterdir())[2], ns=(1, 1))
+    first, second, third = sorted(folder.iterdir())
+    rows = Records([first, third], *COLUMNS[kind])
+    os.utime(third, ns=(1, 1))
     with pytest.raises(tf.errors.OpError, match=r"part-40.*has changed"):
-        passes_of(fresh, 3)
-
-
-def passes_of(rows: Records, seed: int | None) -> list[Any]:
-    return [(x.tolist(), y.tolist()) for x, y in rows.dataset(16, seed=seed).as_numpy_iterator()]
+        list(rows.dataset(16, seed))
+    content = bytearray(second.read_bytes())
+    place = len(content) // 20 * 2 + 20 if kind == "tfrecord" else 60  # in the third row
+    content[place : place + 20] = bytes(20)
+    second.write_bytes(content)
+    with pytest.raises(tf.errors.OpError, match=r"part-20: (records from 0 on|row group 0) cannot be read"):
+        list(Records(folder, *COLUMNS[kind]).dataset(16, seed))
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
@@ -282,7 +259,7 @@ def test_classes_of_folders_have_names(tmp_path: Path) -> None:
     assert len(inputs(FitArguments(x=rows, validation_data=held_out), 4)[1]) == NUM // 3
 
 
-def test_images_that_cannot_be_decoded_are_named_or_skipped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_images_that_cannot_be_decoded_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Where the transform decodes them, and by `ringtrain data show --check`."""
     good = tf.io.encode_png(np.arange(48, dtype=np.uint8).reshape(4, 4, 3)).numpy()
     for number in range(12):
@@ -294,17 +271,10 @@ def test_images_that_cannot_be_decoded_are_named_or_skipped(tmp_path: Path, capf
     def transform(images: Any, labels: Any) -> Any:
         return tf.map_fn(tf.io.decode_png, images, fn_output_signature=tf.uint8), labels
 
-    def passed(seed: int | None, batch_size: int, on_error: str) -> list[Any]:
-        rows = Records(tmp_path / "rows", "image", "class", transform=transform, on_error=on_error)
-        return [images.shape[0] for _ in range(2) for images, _ in rows.dataset(batch_size, seed)]
-
-    for batch_size in (1, 5):
-        assert sum(passed(3, batch_size, "skip")) == 24
-        text = capfd.readouterr().err
-        assert [text.count(f"{name}: transform fails: ") for name in bad] == [1, 1]
-    for seed, on_error in ((None, "skip"), (3, "fail")):
-        with pytest.raises(tf.errors.OpError, match=r'(08|03).png: transform fails: .*on_error=\\*"skip'):  # quoted
-            passed(seed, 4, on_error)
+    rows = Records(tmp_path / "rows", "image", "class", transform=transform)
+    for seed, batch_size in ((None, 1), (3, 4)):
+        with pytest.raises(tf.errors.OpError, match=r"(08|03).png: transform fails: "):
+            list(rows.dataset(batch_size, seed))
     capfd.readouterr()
     assert cli.main(["data", "show", str(tmp_path / "rows"), "--check"]) == 2
     shown = capfd.readouterr()
@@ -317,13 +287,13 @@ def test_images_that_cannot_be_decoded_are_named_or_skipped(tmp_path: Path, capf
     assert "all 10 blocks can be read" in capfd.readouterr().out
 
 
-def test_a_transform_that_fails_for_whole_batches_says_so(tmp_path: Path) -> None:
+def test_a_transform_that_fails_for_whole_batches_raises_its_own_error(tmp_path: Path) -> None:
     def transform(numbers: Any) -> Any:
-        tf.debugging.assert_less(tf.shape(numbers)[0], 2)
+        tf.debugging.assert_less(tf.shape(numbers)[0], 2, "one row at a time")
         return numbers
 
     folder = write("tfrecord", tmp_path / "rows")
-    with pytest.raises(tf.errors.OpError, match="transform fails for a batch, and for none of its rows"):
+    with pytest.raises(tf.errors.OpError, match="one row at a time"):
         list(Records(folder, "x", transform=transform).dataset(8))
 
 
@@ -364,42 +334,23 @@ def test_columns_that_cannot_be_one_array(tmp_path: Path) -> None:
             Records(tmp_path / "a", columns)
 
 
-FITS = """
+FIT = """
 import sys, keras, ringtrain
 from ringtrain.data import blocks
 blocks.MAX_ROWS = 7
-folder, on_error = sys.argv[1:3]
-for number, (shuffle, batch_size) in enumerate([(True, 16), (False, 4)]):
-    rows = ringtrain.Records(folder, "x", "y", on_error=on_error)
-    rows.lanes = min(rows.lanes, number + 1)
-    model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile("adam", "mse")
-    ringtrain.fit(model, rows, batch_size=batch_size, shuffle=shuffle, verbose=0, name=f"{on_error}-{number}")
-    print("skipped", len(rows.unreadable.skipped))
+model = keras.Sequential([keras.layers.Dense(1)])
+model.compile("adam", "mse")
+ringtrain.fit(model, ringtrain.Records(sys.argv[1], "x", "y"), batch_size=16, verbose=0)
 """
 
 
-def test_fit_skips_damaged_blocks_or_ends_in_one_line(tmp_path: Path) -> None:
-    """The first blocks, of which whole batches are, and those of the last, smaller batch."""
+def test_fit_ends_in_one_line_that_names_a_damaged_block(tmp_path: Path) -> None:
     folder = write("tfrecord", tmp_path / "rows")
-    shutil.copytree(folder, tmp_path / "later")
-    for path, places in (
-        (folder / "part-00", (0, 8)),
-        (folder / "part-40", (19,)),
-        (tmp_path / "later" / "part-20", (9,)),
-    ):
-        content = bytearray(path.read_bytes())
-        for place in places:
-            content[len(content) // 20 * place + 20] ^= 255
-        path.write_bytes(content)
-    ends = [
-        subprocess.run(
-            [sys.executable, "-c", FITS, given, on_error], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-        for given, on_error in ((folder, "skip"), (tmp_path / "later", "fail"))
-    ]
-    assert ends[0].returncode == 0, ends[0].stderr[-3000:]
-    assert re.findall(r"skipped (\d+)$", ends[0].stdout, re.MULTILINE) == ["20"] * 2
-    assert ends[1].returncode != 0
+    content = bytearray((folder / "part-20").read_bytes())
+    content[len(content) // 20 * 9 + 20] ^= 255
+    (folder / "part-20").write_bytes(content)
+    command = [sys.executable, "-c", FIT, str(folder)]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode != 0
     line = r"^ringtrain\.errors\.DataError: .*part-20: records from 7 on cannot be read: corrupted record at \d+$"
-    assert len(re.findall(line, ends[1].stderr, re.MULTILINE)) == 1, ends[1].stderr[-3000:]
+    assert len(re.findall(line, ended.stderr, re.MULTILINE)) == 1, ended.stderr[-3000:]

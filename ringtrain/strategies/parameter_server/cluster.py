@@ -72,8 +72,6 @@ class RankGroup:
         self.rank, self.size = int(comm.rank), int(comm.size)
         self.lost: list[dict[str, Any]] = []
         """workers that died, with the times of loss and return in Unix time"""
-        self.skipped: set[str] = set()
-        """names of unreadable samples that workers skipped"""
         self._ended = 0
         self._sent: list[Any] = []
 
@@ -124,8 +122,6 @@ class RankGroup:
             self.lost.append({"rank": rank, "why": why, "comes_back": comes_back, "lost_s": time.time()})
             if {one["rank"] for one in self.lost if not one["comes_back"]} == set(self.roles.workers):
                 raise LaunchError(f"no worker is left: the last one, rank {rank} on {self.roles.hosts[rank]}, {why}")
-        elif word == "skipped":
-            self.skipped |= rest[0]
         elif word == "ended":
             self._ended += 1
         else:

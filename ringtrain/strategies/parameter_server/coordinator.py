@@ -306,9 +306,6 @@ class ParameterServers(Strategy):
             "workers_lost": self.group.lost,
         }
 
-    def summary(self, run: RunContext) -> dict[str, Any]:
-        return {**super().summary(run), "skipped_samples": len(run.data_set.skipped | self.group.skipped)}
-
     def end(self, exit_code: int) -> None:
         """Stops the other ranks, then sends stderr to the log only: TensorFlow logs errors on disconnect."""
         self.group.end(exit_code)

@@ -59,7 +59,7 @@ class Ready:
 def main(task: Task, sender: Connection, lifeline: Connection) -> None:
     """Serves until the rank closes its end of `lifeline`, or dies.
 
-    Sends ("ready", Ready), ("failed", error class, message) and ("skipped", sample names) to `sender`.
+    Sends ("ready", Ready) or ("failed", error class, message) to `sender`.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -145,7 +145,6 @@ class WorkerBatches:
     def __init__(self, task: Task, index: int, send: Callable[[Any], None]) -> None:
         self.task, self.index, self.send = task, index, send
         self.lock, self.has_data = threading.Lock(), threading.Event()
-        self.skipped: frozenset[str] = frozenset()
         self.batches: Iterator[Any] | None = None
         self.fault_injector: fault_injection.FaultInjector | None = None
 
@@ -180,9 +179,6 @@ class WorkerBatches:
             except RingtrainError as error:
                 self.send(("failed", type(error), str(error)))
                 threading.Event().wait()  # until the process exits: there is no batch to return
-            if self.data_set.skipped != self.skipped:
-                self.skipped = self.data_set.skipped
-                self.send(("skipped", set(self.skipped)))
             return [*(leaf.numpy() for leaf in tf.nest.flatten(batch)), facts]
 
     def _batches_from(self, position: int) -> Iterator[Any]:
