@@ -347,7 +347,8 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     if run.rank == 0 and not stop.exit_code:
         run.signals.note = f"ringtrain: {run.folder}: training is over: results and mirror are completed first"
     # Results: the ranks are compared a last time, and rank 0 exports the model.
-    mirrored = {"mirror": run.lock.mirror.summary()} if run.lock.mirror else {}
+    mirror = run.lock.mirror
+    mirrored = {"mirror": {"url": mirror.url, "failed": mirror.failures}} if mirror else {}
     summary = tracking.write_results(run, {**strategy.summary(run), **run.facts, **mirrored})
     # A person sees slow ranks, then the metrics, and last what was verified.
     ranks = summary.get("ranks", ())

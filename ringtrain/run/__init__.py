@@ -10,7 +10,6 @@ callbacks:      the ordered list of a run's callbacks
 devices:        one GPU per local rank, memory limits, CPU threads
 checkpoint:     atomic checkpoints with a checksum per file; export of the trained model
 mirror:         copies a run to another file system or a bucket, and back
-mirror_writer:  right of one job to write to a mirror
 saver:          saves the state of a run during training
 callback_state: what callbacks keep, saved and restored
 model_state:    state of a model as arrays, shared and per rank

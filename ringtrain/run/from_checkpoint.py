@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ringtrain import config_io
 from ringtrain.config import Config
 from ringtrain.derived import Numbers
-from ringtrain.errors import ConfigError, RunDirectoryError
+from ringtrain.errors import ConfigError, DataError, RunDirectoryError
 from ringtrain.protocol import failures
 from ringtrain.run import checkpoint, console, durable, log_capture, run_folder
 from ringtrain.run.consistency import DIVIDED
@@ -58,12 +58,12 @@ def _fetch(process: Process) -> None:
     is_again = process.attempt.number > 0
     lock.mirror = lock.mirror or Mirror(config.run.mirror, config.run.name, same_job=is_again)
     if config.run.resume == "never" and not is_again:
-        if lock.mirror.has_run:
+        if lock.mirror.has_run():
             raise RunDirectoryError(f"{lock.mirror.url}: exists already: choose another --run.name, or delete it")
         return
     fetched = lock.mirror.fetch(folder)
     if fetched:
-        print(f"ringtrain: {lock.mirror.url}: copied from there: {fetched.name}", file=sys.stderr, flush=True)
+        print(f"ringtrain: {lock.mirror.url}: copied from there: {fetched}", file=sys.stderr, flush=True)
 
 
 def find_start(process: Process) -> None:
@@ -267,14 +267,27 @@ def take_over(process: Process, folder: Path, numbers: Numbers, records: str) ->
         run_folder.make_subfolders(folder)
     lock.take(folder, same_job=True)
     if config.run.mirror:
-        from ringtrain.run.mirror import Mirror
-
-        lock.mirror = Mirror(config.run.mirror, config.run.name, same_job=True)
-        lock.mirror.fetch_missing(folder)
-        lock.mirror.add(folder)  # the former rank 0 may not have copied all
+        _take_over_mirror(process, folder)
     if len(run_folder.records_of(folder)) < len(records):
         durable.write(folder / run_folder.METRICS, records)
     if not is_here:
         _write_config(folder, config, numbers)
         text = f"{folder} is made on {socket.gethostname()}, the host of rank 0 now"
+        print(f"ringtrain: {text}", file=sys.stderr, flush=True)
+
+
+def _take_over_mirror(process: Process, folder: Path) -> None:
+    """Becomes the writer of the run's mirror. If that cannot be reached, training continues without it."""
+    from ringtrain.run.mirror import Mirror
+
+    config, lock = process.config, process.lock
+    try:
+        lock.mirror = Mirror(config.run.mirror, config.run.name, same_job=True)
+        lock.mirror.fetch(folder)
+        lock.mirror.add(folder)  # the former rank 0 may not have copied all
+    except DataError as error:
+        if lock.mirror:
+            lock.mirror.close()
+            lock.mirror = None
+        text = f"{error}: nothing more is copied there; when training is over, the same command copies what is missing"
         print(f"ringtrain: {text}", file=sys.stderr, flush=True)

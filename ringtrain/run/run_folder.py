@@ -192,18 +192,16 @@ class RunLock:
     @property
     def is_lost(self) -> bool:
         """Whether another job has become the writer of the run's mirror."""
-        return self.mirror is not None and self.mirror.writer.is_lost
+        return self.mirror is not None and self.mirror.lost_to != ""
 
     def raise_if_lost(self) -> None:
         """Raises RunDirectoryError if another job has become the writer of the run's mirror."""
         if self.mirror is not None:
-            self.mirror.writer.raise_if_lost()
+            self.mirror.raise_if_lost()
 
-    def release(self, to_own_job: bool = False) -> None:
-        """Releases the lock, if this process holds it. With `to_own_job`, another rank takes it, and waits for it."""
-        if self.mirror and to_own_job:
-            self.mirror.hand_over()
-        elif self.mirror:
+    def release(self) -> None:
+        """Releases the lock, if this process holds it."""
+        if self.mirror:
             self.mirror.close()
         self.mirror = None
         self._close()

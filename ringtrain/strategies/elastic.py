@@ -90,7 +90,7 @@ class OtherRanks(FromCheckpoint):
         """The job of this rank, as the current ranks need it."""
         job = self._job
         if hvd.rank():
-            process.lock.release(to_own_job=True)  # the current rank 0 takes it
+            process.lock.release()  # the current rank 0 takes it
         hvd.run_together(lambda: num_shards(process.config, hvd.size()))  # raises an error if there are more ranks
         users = job.users_callbacks
         if job.all_callbacks:

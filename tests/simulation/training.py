@@ -182,7 +182,7 @@ class Lock:
 
     def raise_if_lost(self) -> None: ...
 
-    def release(self, to_own_job: bool = False) -> None:
+    def release(self) -> None:
         if self.files.holder is self.member:
             self.files.holder = None
             self.member.world.wake_waiting()
