@@ -63,6 +63,7 @@ setup(
         "torch": ["torch>=2.6"],  # a row of benchmarks/measure_peers.py
         "docs": ["mkdocs>=1.6", "mkdocs-material>=9.7"],  # make docs
         "dev": [
+            "fsspec>=2024.12",  # mirrors, and files behind URLs
             "hypothesis>=6.100",
             "import-linter>=2.6",
             "ipykernel>=7",  # with nbclient: tests of notebooks
