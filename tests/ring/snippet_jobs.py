@@ -70,7 +70,9 @@ def snippets() -> None:
     cheap = ("epochs=20", "epochs=1")
     exec(snippet("docs/fit.md", "for fold, (train, test) in", cheap), _given(build=_compiled, folds=folds))
     exec(
-        snippet("docs/fit.md", 'more = {"resume": ', ("runs/first", "runs/of-fit"), ('"epochs": 15', '"epochs": 11')),
+        snippet(
+            "docs/fit.md", "model = keras.models.load_model(", ("runs/first", "runs/of-fit"), ("epochs=5", "epochs=1")
+        ),
         {**fit, "new_x": X, "new_y": Y},
     )
     model, shown = _compiled(), []
