@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -112,7 +113,9 @@ def evaluation_batches(samples: Split, numbers: range, batch_size: int) -> tf.da
         return tf.constant(0, tf.int64), tf.range(begin, end)
 
     order = tf.data.Dataset.range(numbers.start, numbers.stop, batch_size).map(numbers_of_batch)
-    return ahead(samples.batches(order, batch_size, seed=None))
+    # Of an unknown number of batches, Keras would count the end as one in the losses of single outputs.
+    known = tf.data.experimental.assert_cardinality(math.ceil(len(numbers) / batch_size))
+    return ahead(samples.batches(order, batch_size, seed=None).apply(known))
 
 
 def ahead(batches: tf.data.Dataset) -> tf.data.Dataset:

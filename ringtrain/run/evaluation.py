@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -208,8 +207,7 @@ def evaluate_shard(
     # Keras would read data of unknown length to their end, and count the end in the losses of single outputs.
     # A shard of a stream has as many batches as numbers.
     steps = len(shard) if int(batches.cardinality()) == tf.data.UNKNOWN_CARDINALITY else None
-    with _prepared(model, batches, steps, is_prepared) as words, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Your input ran out of data")  # Records have fewer batches than numbers
+    with _prepared(model, batches, steps, is_prepared) as words:
         logs = model.evaluate(batches, verbose=0, callbacks=callbacks, return_dict=True, steps=steps, **words)
     if callbacks.num_calls > calls_before:  # else the model's own `evaluate` has not called Keras'
         callbacks.logs_of_rank = logs, metrics_behind(logs, results_of_metrics(model))

@@ -234,6 +234,17 @@ def test_one_process_evaluates_rows_of_files(folder: Path) -> None:
         assert error == pytest.approx(np.mean(expected - np.arange(203)))
 
 
+def test_losses_of_single_outputs_are_those_of_keras(folder: Path) -> None:
+    """With a last, smaller batch: Keras counts the end of data of an unknown length in them."""
+    inputs = keras.Input((2,))
+    outputs = {name: keras.layers.Dense(1, kernel_initializer="ones", name=name)(inputs) for name in "pq"}
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", {"p": "mse", "q": "mae"})
+    rows = Records(folder, inputs="x", target={"p": "id", "q": "id"})
+    expected = model.evaluate(rows.dataset(20), verbose=0, return_dict=True)
+    assert ringtrain.evaluate(model, rows, batch_size=20, verbose=0, return_dict=True) == pytest.approx(expected)
+
+
 def test_what_cannot_be_read_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
     first = folder / "part-0.tfrecord"
     content = bytearray(first.read_bytes())
