@@ -155,7 +155,7 @@ MUTANTS = (
     ),
     Mutant(
         *("a resumed run at the beginning of its epoch", "data/arrays.py"),
-        *("epoch * self.steps_per_epoch + first_step, self.steps)", "epoch * self.steps_per_epoch, self.steps)"),
+        *("epoch * self.steps_per_epoch + first_step, (epoch", "epoch * self.steps_per_epoch, (epoch"),
         f"{UNIT}/test_arrays.py::test_epochs_differ_and_a_resumed_epoch_does_not",
     ),
     Mutant(
