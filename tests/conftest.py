@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ settings.register_profile(
 )
 settings.load_profile("ringtrain")
 sample.choose()  # once for all processes of pytest
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: processes would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FOLDERS = {
     "unit": "unit",

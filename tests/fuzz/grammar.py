@@ -1079,7 +1079,8 @@ def _note_reasons(draw: Draw, task: Task, callbacks: list[str]) -> None:
     if "use_ema" in draw.words["optimizer options"] and any(word in one for word in OF_FREEZING for one in callbacks):
         draw.unequal("averages of frozen layers")
     if any("train_on_batch" in one for one in callbacks):  # each rank trains all of its rows
-        if '"sum"' in " ".join(draw.words.values()):
+        words = " ".join(draw.words.values())
+        if '"sum"' in words or "reduction=None" in words:
             draw.unequal("train_on_batch with a sum over rows")
         if TOKENS in task.inputs.values():
             draw.unequal("train_on_batch with an embedding")
