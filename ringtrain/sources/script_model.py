@@ -255,26 +255,29 @@ def distribute(process: Process, optimizers: Sequence[Any], door: str) -> None:
 
 
 TRAINED = "ringtrain_trained"
-"""attribute of a model: what it was compiled with when it was last trained, and which of its layers were trainable"""
+"""attribute of a model: what it was compiled with when it was last trained, and by id which layers were trainable"""
 
 
 @contextlib.contextmanager
 def _trainable_as_compiled(model: keras.Model) -> Iterator[None]:
     """Context in which layers are trainable as in the first fit after `compile`: Keras does not see later changes."""
     layers, compiled = layers_of(model), getattr(model, "_compile_config", None)
-    now = [layer.trainable for layer in layers]
-    when, then = vars(model).get(TRAINED, (None, []))
-    if compiled is None or compiled is not when or model.run_eagerly or len(then) != len(now):
+    now = {id(layer): layer.trainable for layer in layers}
+    when, then = vars(model).get(TRAINED, (None, {}))
+    if compiled is None or compiled is not when or model.run_eagerly or then.keys() - now.keys():
         set_untracked(model, **{TRAINED: (compiled, now)})
         yield
+        for layer in layers_of(model):  # also those that building the model has made
+            now.setdefault(id(layer), layer.trainable)
         return
-    _set_trainable(layers, then)
+    first = [then.get(id(layer), layer.trainable) for layer in layers]
+    _set_trainable(layers, first)
     try:
         yield
     finally:  # what callbacks have changed stays
-        pairs = zip(layers, then, now, strict=True)
+        pairs = zip(layers, first, strict=True)
         _set_trainable(
-            layers, [after if layer.trainable == before else layer.trainable for layer, before, after in pairs]
+            layers, [now[id(layer)] if layer.trainable == before else layer.trainable for layer, before in pairs]
         )
 
 
