@@ -127,7 +127,7 @@ PLANTED = (
     ),
     Mutant(
         *("a second fit trains the layers of its beginning", SCRIPT),
-        *("if compiled is None or compiled is not when or model.run_eagerly or len(then) != len(now):", "if True:"),
+        *("if compiled is None or compiled is not when or model.run_eagerly or then.keys() - now.keys():", "if True:"),
         *(TWO, r"layers\[-1\]\.trainable = False\n    histories\.append"),
     ),
     # Data
