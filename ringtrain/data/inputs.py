@@ -55,6 +55,7 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[NumberedRows | Stream,
     of_rank_0, why_held_out = why_rank_0(given.x), why_rank_0(given.validation_data)
     if division.share_a_shuffle(given.x, given.validation_data):
         of_rank_0 = why_held_out = of_rank_0 or why_held_out
+        _read_by_rank_0.update([given.x, given.validation_data] if of_rank_0 else [])
     if why_held_out:
         given = replace(given, validation_data=FromRank0(given.validation_data))
     x = FromRank0(given.x) if of_rank_0 else given.x
