@@ -28,7 +28,7 @@ division:       copies of tf.data pipelines, what their parts are, and the same 
 from __future__ import annotations
 
 from ringtrain.data.arrays import Arrays, NoSamples, NumberedRows, RowBatches
-from ringtrain.data.dataset import DataSet, Split, checksums, evaluation_batches
+from ringtrain.data.dataset import DataSet, Split, evaluation_batches
 from ringtrain.data.fit_arguments import BATCH_SIZE, FitArguments, is_nest, with_batch_sizes
 from ringtrain.data.from_rank_0 import FromRank0, packed
 from ringtrain.data.inputs import inputs, shapes_of, to_evaluate, why_rank_0

@@ -15,6 +15,9 @@ from ringtrain.data.row_order import evaluation_shard
 if TYPE_CHECKING:
     import tensorflow as tf
 
+    from ringtrain.data.arrays import NumberedRows
+    from ringtrain.data.streams import Stream
+
 
 class Split:
     """Rows, numbered from 0: `NumberedRows`, or the batches of a `Stream`."""
@@ -81,18 +84,12 @@ class Split:
 class DataSet:
     """Training and test data of a run."""
 
-    train: Split
+    train: NumberedRows | Stream
     test: Split
     num_classes: int
     input_shape: tuple[int, ...]
     of_classes: bool = False
     """whether each row's target is an integer class"""
-
-
-def checksums(data_set: DataSet) -> dict[str, str]:
-    """Returns a checksum per split, in words."""
-    splits = {"training data": data_set.train, "test data": data_set.test}
-    return {name: f"with checksum {split.checksum():08x}" for name, split in splits.items()}
 
 
 def spaced(total: int, count: int) -> NDArray[np.int64]:

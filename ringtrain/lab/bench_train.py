@@ -90,9 +90,9 @@ def on_ranks(train_args: Sequence[str], num_steps: int, turns: int) -> dict[str,
     data_set, batch_size = named.read_data(), config.train.batch_size
     numbers = derive(config, size, len(data_set.train), len(data_set.test), batch_size * size)
     strategy = strategies.make(config)
-    ring = setup.compiled_model(named, data_set, config, numbers, strategy)
+    ring, _ = setup.compiled_model(named, data_set, config, numbers, strategy)
     strategy.distribute(ring.optimizer)
-    alone = setup.compiled_model(named, data_set, config, numbers, strategy)
+    alone, _ = setup.compiled_model(named, data_set, config, numbers, strategy)
     hvd.broadcast_model(ring, root_rank=0)
     hvd.step_timing.PLACE.watch(ring)  # as in training
     steps_per_turn = WARM_STEPS + num_steps

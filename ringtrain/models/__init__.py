@@ -11,8 +11,6 @@ import difflib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ringtrain.config import ModelConfig
 from ringtrain.config_io import find
 from ringtrain.errors import ConfigError
@@ -85,21 +83,6 @@ def _check_outputs(name: str, outputs: Any, num_classes: int) -> None:
             f"model.name: {name} gives outputs of shape {tuple(outputs.shape)}, expected one logit for each"
             f" of {num_classes} classes: {(None, num_classes)}"
         )
-
-
-def seed_by_rank(model: keras.Model, seed: int, rank: int) -> None:
-    """Gives dropout, noise and augmentation their own random numbers on each rank.
-
-    Weights and Keras' seed generators are made from the same seed on every rank: without this, all ranks would drop the
-    same units. If a process has several copies of the model, each counts as a rank.
-    """
-    # Before `compile`, all variables of a model but the weights are states of seed generators.
-    weights = {id(variable) for variable in model.weights}
-    states = (variable for variable in model.variables if id(variable) not in weights)
-    for index, state in enumerate(states):
-        copies = getattr(state.value, "values", None) or [state]
-        for number, copy in enumerate(copies, rank * len(copies)):
-            copy.assign(np.random.default_rng([seed, number, index]).integers(0, 2**31, state.shape))
 
 
 def _plain(name: str) -> str:

@@ -15,6 +15,7 @@ from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ringtrain.data import DataSet
     from ringtrain.run.context import Job, Process
 
 PACKAGE = Path(__file__).parents[1]
@@ -37,6 +38,12 @@ def of_code(config: Config, versions: Mapping[str, str]) -> dict[str, str]:
 
 DIVIDED = " (fit divides it itself)"
 """end of the names of data that scripts for Horovod divide themselves"""
+
+
+def of_data(data_set: DataSet) -> dict[str, str]:
+    """Checksums of training and validation data."""
+    splits = {"training data": data_set.train, "validation data": data_set.test}
+    return {f"{name}{DIVIDED}": f"with checksum {split.checksum():08x}" for name, split in splits.items()}
 
 
 def checksum_of(path: Path) -> str:

@@ -149,13 +149,12 @@ class Job:
     numbers: Numbers
     checksums: Mapping[str, str]
     """of the data, and what else must be equal on all ranks"""
-    of_name: Collection[str] = ("training data", "test data")
+    of_name: Collection[str]
     """names of the checksums that all runs of one name have in common; others may change on a resume"""
     model: keras.Model | Any
     """compiled and built, with a distributed optimizer"""
-    users_callbacks: list[keras.callbacks.Callback] = field(default_factory=list)
-    all_callbacks: list[keras.callbacks.Callback] = field(default_factory=list)
-    """the user's of all ranks, if rank 0 has more than the others; []: each rank has the same"""
+    all_callbacks: Sequence[keras.callbacks.Callback] = ()
+    """the user's, of which those that write files run on rank 0 alone"""
     gradient_norm: GradientNorm | None = None
     validation: Validation = field(default_factory=Validation)
     plan: dict[str, str] = field(default_factory=dict)
@@ -168,6 +167,13 @@ class Job:
     """of the user's callbacks, if it is kept longer than by one run; None: made when training begins"""
     begun: set[int] = field(default_factory=set)
     """ids of the user's callbacks that have seen `on_train_begin` in this process"""
+
+    @property
+    def users_callbacks(self) -> list[keras.callbacks.Callback]:
+        """The user's callbacks that run on this rank."""
+        from ringtrain import hvd
+
+        return on_rank(self.all_callbacks, hvd.rank())
 
     def num_evaluations(self, first: int, end: int) -> int:
         """Number of evaluations in these epochs."""

@@ -64,7 +64,7 @@ class Training:
         logs: Mapping[str, Any] | None = dict(run.start.metrics) or None
 
         self.callbacks.on_train_begin()
-        callback_state.restore_callbacks(run.all_callbacks or run.users_callbacks, run.start.callbacks)
+        callback_state.restore_callbacks(run.all_callbacks, run.start.callbacks)
 
         # The ranks agree on the end: a callback of one alone may set `stop_training`. An epoch whose end a change of
         # ranks has interrupted is ended in any case.

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ringtrain import config_io, data, models
-from ringtrain.config import Config, TrainConfig, changed_options, value_of
+from ringtrain.config import Config, TrainConfig, changed_options
 from ringtrain.derived import Numbers, lower_is_better
 from ringtrain.errors import ConfigError
 from ringtrain.monitor import fault_injection
-from ringtrain.run import devices
 
 if TYPE_CHECKING:
     import keras
@@ -83,66 +82,46 @@ def early_stopping(options: TrainConfig) -> keras.callbacks.EarlyStopping:
 
 
 def compiled_model(
-    named: Named,
-    data_set: data.DataSet,
-    config: Config,
-    numbers: Numbers,
-    strategy: Strategy,
-    plan: dict[str, str] | None = None,
-) -> keras.Model:
-    """Builds the compiled model: same weights, different dropout on all ranks, and an optimizer of one process.
+    named: Named, data_set: data.DataSet, config: Config, numbers: Numbers, strategy: Strategy
+) -> tuple[keras.Model, dict[str, str]]:
+    """Builds the compiled model of one process, with the same weights on all ranks, and rows of the plan.
 
-    A model that its function has compiled keeps loss, metrics and optimizer unless options name others. Then and where
-    targets are taken as classes, `plan` gets a row.
+    A model that its function has compiled keeps loss, metrics and optimizer: options for these are refused.
     """
     import keras
     import tensorflow as tf
 
-    from ringtrain import hvd
     from ringtrain.optim import optimizers
 
     set_dtypes(config)  # the data's function may have set others
     keras.utils.set_random_seed(config.seed)  # the same on all ranks, so that their first weights are
-    # The model, and its optimizer: its function may have compiled one. One device may not hold all of it.
+    # One device may not hold all of a model that is divided.
     on_host = tf.device("CPU:0") if config.model.split else contextlib.nullcontext()
     with strategy.scope(), on_host:
         model = named.build_model(data_set.input_shape, data_set.num_classes)
-        rows: dict[str, str] = {} if plan is None else plan
+        rows: dict[str, str] = {}
         if config.model.split or config.model.micro_batches > 1:
             rows |= split_model(model, config)
         _check_own_fit(model, config)
-        is_compiled, has_own = model.compiled, _has_own_optimizer(model, config)
-        if has_own:
-            optimizer = model.optimizer
-        else:
-            optimizer = optimizers.build(config, numbers, model)
-    if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, devices.device_of_sums(config.device)):
-        raise ConfigError(f"model.sync_batch_norm: {config.model.name} has no BatchNormalization layers: leave it out")
-    # Other seeds on each rank, so that its dropout differs; the same where ranks share this state.
-    models.seed_by_rank(model, config.seed, 0 if strategy.shares_state else hvd.rank())
+        optimizer = model.optimizer if model.compiled else optimizers.build(config, numbers, model)
     if "columns" in config.model.split:
         _check_split_optimizer(optimizer)
-    if config.train.precision == "mixed_float16" and not has_own:
-        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-    # Loss and metrics: a model that its function has compiled keeps its own, so that its targets may be of any kind.
-    # XLA has no kernel for Horovod's allreduce; "auto" would enable XLA on GPUs.
-    if (is_compiled or ":" in config.model.loss) and data_set.of_classes:
+    if (model.compiled or ":" in config.model.loss) and data_set.of_classes:
         rows["targets"] = f"{data_set.num_classes} integer classes; for other targets, return floats"
-    # Options that its function does not know of are refused, or shown in the plan as what they replace.
-    if is_compiled:
-        _check_own_compile(config)
-        if has_own:
-            kind, rate = type(optimizer).__name__, optimizers.last_learning_rate(optimizer)
-            rows["learning rate"] = f"{rate:g} ({kind}, as {config.model.name} compiles it)"
-        model.optimizer, model.jit_compile = optimizer, False
-        if config.model.loss:
-            rows["loss"] = _compile_with_loss(model, named, config)
-    else:
-        if config.model.loss:
-            rows["loss"] = config.model.loss
-        metrics = _metrics(named, config, data_set)
-        model.compile(optimizer, named.make_loss(), metrics=metrics, jit_compile=False)
-    return model
+    if model.compiled:
+        _refuse_options_of_compile(config)
+        kind, rate = type(optimizer).__name__, optimizers.last_learning_rate(optimizer)
+        rows["learning rate"] = f"{rate:g} ({kind}, as {config.model.name} compiles it)"
+        model.jit_compile = False
+        return model, rows
+    # XLA has no kernel for Horovod's allreduce; "auto" would enable XLA on GPUs.
+    if config.model.loss:
+        rows["loss"] = config.model.loss
+    if config.train.precision == "mixed_float16":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    metrics = _metrics(named, config, data_set)
+    model.compile(optimizer, named.make_loss(), metrics=metrics, jit_compile=False)
+    return model, rows
 
 
 def set_dtypes(config: Config) -> None:
@@ -163,22 +142,6 @@ def _metrics(named: Named, config: Config, data_set: data.DataSet) -> list[Any]:
     metrics = list(dict.fromkeys(metrics))
     stopping.check_monitor(config.train.monitor, metrics, not data_set.of_classes)
     return metrics
-
-
-def _compile_with_loss(model: keras.Model, named: Named, config: Config) -> str:
-    """Compiles a compiled model again, with the option's loss; returns the loss's row of the plan."""
-    import keras
-
-    # Its other arguments stay, such as weights of the losses: Keras keeps them as they were passed.
-    loss = getattr(model.loss, "__name__", getattr(model.loss, "name", model.loss))
-    arguments = {**model._compile_config.config, "optimizer": model.optimizer, "jit_compile": False}
-    if config.model.metrics:
-        arguments["metrics"] = named.make_metrics()
-    # Keras wants a loss for each weight; without weights, one is for all outputs.
-    weights = arguments["loss_weights"] or 1.0
-    arguments["loss"] = keras.tree.map_structure(lambda weight: named.make_loss(), weights)
-    model.compile(**arguments)
-    return f"{config.model.loss}, instead of {loss} in {config.model.name}"
 
 
 def split_model(model: keras.Model, config: Config) -> dict[str, str]:
@@ -207,13 +170,6 @@ def split_model(model: keras.Model, config: Config) -> dict[str, str]:
     return rows
 
 
-def _has_own_optimizer(model: keras.Model, config: Config) -> bool:
-    """Returns whether a model is compiled by its own function, and no option asks for another optimizer."""
-    return model.compiled and not any(
-        option.startswith(("optimizer.", "schedule.")) for option in changed_options(config)
-    )
-
-
 def _check_split_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     """Raises ConfigError for an optimizer whose updates need whole weights, for a model that is split by columns."""
     from ringtrain import hvd
@@ -237,13 +193,11 @@ def _check_own_fit(model: keras.Model, config: Config) -> None:
         )
 
 
-def _check_own_compile(config: Config) -> None:
-    """Raises ConfigError for options that a model with its own loss and metrics does not take."""
-    # These belong to a loss that is not used. With an option for the loss, the model is compiled again, with them.
-    for option in ("model.metrics", "model.label_smoothing") if not config.model.loss else ():
-        value = value_of(config, option)
-        if value:
+def _refuse_options_of_compile(config: Config) -> None:
+    """Raises ConfigError for options that a model which its function has compiled does not take."""
+    for option, value in changed_options(config).items():
+        if option.startswith(("optimizer.", "schedule.", "model.loss", "model.metrics", "model.label_smoothing")):
             raise ConfigError(
-                f"{option}: got {value}, but {config.model.name} compiles its own loss and metrics: compile it there,"
-                f" or replace the loss as well, by model.loss"
+                f"{option}: got {value}, but {config.model.name} returns a compiled model: compile it there with that,"
+                " or leave it uncompiled"
             )

@@ -2,7 +2,8 @@
 
 configured:   the configuration
 script:       the script, with `ringtrain.fit`
-script_model: its model, made ready for several ranks
+job:          either's data and model, ready for several ranks
+script_model: a compiled model, made ready for several ranks
 unlike:       what of a model is not the same on several ranks as in one process, in words
 """
 

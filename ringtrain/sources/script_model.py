@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from ringtrain import data, hvd
-from ringtrain.config import Config, changed_options
+from ringtrain.config import changed_options
 from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.hvd import train_step
 from ringtrain.hvd.distributed import undistribute
@@ -33,43 +33,34 @@ from ringtrain.strategies.ring import OF_OPTIMIZER, Ring
 from ringtrain.strategies.rows import errors_named, explain_shapes
 
 
-def build_for_ranks(process: Process, model: keras.Model, train: Any, batch_size: int) -> list[str]:
-    """Builds the model, makes its optimizers distributed, and gives ranks other seeds; returns what `build` does."""
-    synchronize_batch_norm(process.config, model)
-    if process.strategy.shares_state and any(distributed(one) for one in hvd.optimizers_of(model)):
-        raise ConfigError(
-            "ringtrain.fit: virtual ranks and elastic jobs reduce gradients by themselves: leave out"
-            " hvd.DistributedOptimizer"
-        )
-    unlike = build(process, model, train, batch_size)
-    if not process.strategy.shares_state:
-        seed_by_rank(model, process.config.seed)
-    return unlike
-
-
 def seed_by_rank(model: keras.Model, seed: int) -> None:
-    """Gives ranks other random numbers, or all would drop the same units; rank 0 keeps the script's seeds."""
+    """Gives ranks and towers other random numbers, or all would drop the same units; the first keeps those it has."""
+    for index, state in enumerate(hvd.seeds(model)):
+        copies = getattr(state.value, "values", None) or [state]
+        for number, copy in enumerate(copies, hvd.rank() * len(copies)):
+            if number:
+                draw = np.random.default_rng([seed, number, index])
+                copy.assign(draw.integers(0, 2**31, state.shape))
     if hvd.rank():
-        for index, state in enumerate(hvd.seeds(model)):
-            draw = np.random.default_rng([seed, hvd.rank(), index])
-            state.assign(draw.integers(0, 2**31, state.shape))
         # Not a small number: rank 0 may have that by the script's own call.
         tf.random.set_seed(int(np.random.default_rng([seed, hvd.rank()]).integers(2**31)))
     hvd.seed_globally_by_rank(seed)
 
 
-def synchronize_batch_norm(config: Config, model: keras.Model) -> None:
-    """Synchronizes batch normalization over the ranks, if an option asks for it."""
-    on_device = devices.device_of_sums(config.device)
-    if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, on_device):
-        raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
-
-
 def build(process: Process, model: keras.Model, train: data.NumberedRows | data.Stream, batch_size: int) -> list[str]:
-    """Makes a compiled model's optimizers distributed, and builds model, metrics, loss and optimizers.
+    """Builds model, metrics, loss and optimizers of a compiled model, distributed, with other seeds on each rank.
 
     Returns the parts of the model whose results are not those of one process.
     """
+    config, shares_state = process.config, process.strategy.shares_state
+    on_device = devices.device_of_sums(config.device)
+    if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, on_device):
+        raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
+    if shares_state and any(distributed(one) for one in hvd.optimizers_of(model)):
+        raise ConfigError(
+            "ringtrain.fit: virtual ranks and elastic jobs reduce gradients by themselves: leave out"
+            " hvd.DistributedOptimizer"
+        )
     if process.strategy.ranks_change and train.may_end_early:
         raise ConfigError(
             "ringtrain.fit: an elastic job needs epochs of a known length: use assert_cardinality, or repeat() and"
@@ -101,8 +92,9 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
         model.built = True
     _note_untracked(process, model)
     process.strategy.share_rows(model, batch)
-    if process.strategy.shares_state:
-        return unlike_one_process(model, process.config.train.virtual_ranks > 0)
+    if shares_state:
+        return unlike_one_process(model, config.train.virtual_ranks > 0)
+    seed_by_rank(model, config.seed)
     if process.strategy.num_copies == 1:
         return []
     return unlike_one_process(model) + _arrays_of_each_rank(model)

@@ -67,7 +67,7 @@ class OtherRanks(FromCheckpoint):
         self._job = configured.read_job(process)
         # A rank that becomes rank 0 has its callbacks, but has never called them.
         model, everyone = self._job.model, self._job.all_callbacks
-        users = SharedCallbackState(everyone or self._job.users_callbacks, model)
+        users = SharedCallbackState(everyone, model)
         self._job.callback_state = self.strategy.callback_state = users
         of_others = on_rank(everyone, 1)
         of_rank_0 = [callback for callback in everyone if callback not in of_others]
@@ -92,10 +92,7 @@ class OtherRanks(FromCheckpoint):
         if hvd.rank():
             process.lock.release()  # the current rank 0 takes it
         hvd.run_together(lambda: num_shards(process.config, hvd.size()))  # raises an error if there are more ranks
-        users = job.users_callbacks
-        if job.all_callbacks:
-            users = on_rank(job.all_callbacks, hvd.rank())
-        return dataclasses.replace(job, users_callbacks=users)
+        return dataclasses.replace(job)  # with its numbers of the start, which a run changes
 
     def restore(self, process: Process, job: Job) -> tuple[resume.Start, Mapping[str, Any]]:
         """Position of the rank that is furthest; on the first ranks, of the newest checkpoint."""

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -118,7 +118,7 @@ class Rows:
             # A call of several steps must not go on with the next epoch.
             num_epochs = run.config.train.epochs if run.model.steps_per_execution == 1 else 0
             self._batches_of = data.RowBatches(
-                cast(data.NumberedRows, self.train),
+                self.train,
                 numbers.samples_per_step,
                 parts,
                 run.config.seed,

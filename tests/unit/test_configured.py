@@ -245,14 +245,6 @@ def test_arrays_of_a_file(start: Any, tmp_path: Path) -> None:
         assert (summary["numbers"]["num_train"], summary["numbers"]["num_test"]) == sizes
 
 
-def test_a_loss_replaces_that_of_a_compiled_model_visibly(start: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    _, summary = start("in_order", "unbuilt", "--model.loss", "mae")
-    assert f"mae, instead of mse in {__name__}:unbuilt" in capfd.readouterr().out
-    assert summary["metrics"]["loss"] == pytest.approx(summary["metrics"]["mae"], rel=1e-5)
-    _, summary = start("in_order", "unbuilt", name="own")
-    assert summary["metrics"]["loss"] != pytest.approx(summary["metrics"]["mae"], rel=1e-2), "the control"
-
-
 # ---- refused -------------------------------------------------------------------------------------------------------
 
 

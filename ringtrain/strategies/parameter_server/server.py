@@ -105,7 +105,9 @@ def _serve(task: Task, send: Callable[[Any], None]) -> Ready:
     data_set = rows.data_of(config, setup.find(config).read(), config.train.batch_size * num_workers)
     rows.check_parts(config, len(data_set.train), num_workers, "workers")
     batches.begin(data_set)
-    return Ready(host, token, consistency.of_code(config, tracking.versions()) | data.checksums(data_set), devices_text)
+    return Ready(
+        host, token, consistency.of_code(config, tracking.versions()) | consistency.of_data(data_set), devices_text
+    )
 
 
 def start(roles: Roles, role: str, index: int, pinning: devices.Pinning) -> str:
