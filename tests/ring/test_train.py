@@ -25,7 +25,7 @@ SUMMARY_KEYS = {
     *("test_accuracy", "test_loss", "images_per_s", "num_ranks", "global_step", "in_sync", "checksum", "versions"),
     *("hosts", "config", "numbers", "started", "fit_s", "check_s", "stopped_by", "resumed_from"),
     *("metrics", "evaluate_s", "saves", "restarts", "restart_causes", "ranks", "strategy"),
-    *("num_parameters", "samples", "frozen", "frozen_as_compiled", "on_resume", "unlike_one_process"),
+    *("num_parameters", "samples", "frozen", "frozen_as_compiled", "on_resume", "own_code", "unlike_one_process"),
 }
 
 
