@@ -101,7 +101,6 @@ from ringtrain.hvd.batch_norm import (
     SyncBatchNormalization,
     average_moving_statistics,
     batch_norm_layers,
-    forget_global_seed,
     global_seed,
     is_shared,
     layers_own_variables,

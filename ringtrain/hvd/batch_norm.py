@@ -120,11 +120,6 @@ def global_seed(create: bool = False) -> list[Any]:
     return [generator.state]
 
 
-def forget_global_seed() -> None:
-    """Removes Keras' global seed generator: the next one begins from the global seed again."""
-    global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
-
-
 def seed_globally_by_rank(seed: int) -> None:
     """Gives random numbers without a seed of their own other values on each rank; rank 0 keeps the script's."""
     if horovod.size() == 1:

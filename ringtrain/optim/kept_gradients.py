@@ -9,16 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ringtrain.errors import ConfigError
 from ringtrain.hvd.keras_patches import set_untracked
 from ringtrain.hvd.reduction import scaled
-
-OF_PARTS = "with virtual ranks it is called for each part of the rows, and weights are updated once, after all of them"
-
-
-def named(model: keras.Model) -> str:
-    """The step's name in messages."""
-    return f"train.virtual_ranks: {type(model).__name__}.train_step"
 
 
 class LossIsKnown(Exception):
@@ -34,7 +26,7 @@ def gradients_kept(model: keras.Model, num_parts: Any, until_loss: bool = False)
 
     Args:
         num_parts: Of a batch.
-        until_loss: Keras' own step, which scales its loss when it is complete, then raises LossIsKnown.
+        until_loss: The step raises LossIsKnown when its loss is complete, which Keras then scales.
     """
     optimizer = model.optimizer
     kept: dict[int, Any] = {}
@@ -49,19 +41,12 @@ def gradients_kept(model: keras.Model, num_parts: Any, until_loss: bool = False)
         return scale_loss(loss) / tf.cast(num_parts, loss.dtype)
 
     def keep(pairs: Any) -> None:
-        if kept:
-            raise ConfigError(f"{named(model)} updates weights more than once in a step: {OF_PARTS}")
         for gradient, variable in pairs:
             if is_scaled and gradient is not None:
                 gradient = scaled(gradient, num_parts)  # after the backward pass, in the weight's own type
             kept[id(variable)] = gradient
 
-    def keep_lists(gradients: Any, variables: Any = None) -> None:
-        if variables is None:
-            variables = model.trainable_weights
-        keep(zip(gradients, variables, strict=True))
-
-    names: dict[str, Any] = {"apply_gradients": keep, "apply": keep_lists}
+    names: dict[str, Any] = {"apply_gradients": keep}
     if until_loss or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         names["scale_loss"] = scale_summand
     before = {name: vars(optimizer).pop(name) for name in names if name in vars(optimizer)}  # a script's own

@@ -37,7 +37,7 @@ from ringtrain.hvd.keras_patches import (
     slots_of,
 )
 from ringtrain.hvd.step_timing import PLACE
-from ringtrain.optim.kept_gradients import OF_PARTS, gradients_kept, named
+from ringtrain.optim.kept_gradients import gradients_kept
 from ringtrain.optim.sums import StepResult, Sums
 from ringtrain.optim.uneven import LossWeights, sum_over_ranks
 
@@ -53,8 +53,8 @@ class Step:
 
     Attributes:
         fingerprint: Of all batches so far, if they have one; below 2 ** 31.
-        updates_itself: Whether the model's own `train_step` updates weights, and is undone as a whole; else its
-            gradients are summed here, and one update follows.
+        has_own: Whether the model has a `train_step` of its own, which updates weights. Where parts are summed, it is
+            undone as a whole; else gradients are summed here, and one update follows.
     """
 
     share: tf.Variable | None = None
@@ -183,10 +183,6 @@ class Step:
         with assigned_weights(self.model.trainable_weights, lambda weight: self._assigned.update({id(weight): weight})):
             yield
 
-    def _refuse_assigned(self, weight: Any) -> None:
-        what = f"{named(self.model)} changes {weight.path} besides the update by its optimizer"
-        raise ConfigError(f"{what}: {OF_PARTS}")
-
     def _share_assigned(self) -> None:
         """Gives all ranks rank 0's weights, as far as a step assigns them: each rank rounds its own numbers."""
         weights = list(self._assigned.values())
@@ -222,16 +218,10 @@ class Step:
         self.metrics = list(model.metrics_variables)
         self.changed = [*hvd.layers_own_variables(model), *self.seeds, *self.metrics]
         """variables that a step changes before all of its sums are there"""
-        # What a step assigns besides its update would be assigned once for each part.
-        restored = {id(variable) for variable in of_one_rank}
-        self._fixed: list[Any] = []
-        if not sums.is_one_part:
-            self._fixed = [variable for variable in model.weights if id(variable) not in restored]
-        # A step that updates by itself can be undone, but not divided: it would update once for each part.
-        self.updates_itself = self.has_own and sums.is_one_part
+        # A step that updates by itself can be undone, but not divided: virtual ranks have none.
         self.weights = list(model.trainable_weights)
         """whose gradients are summed here"""
-        if self.updates_itself:
+        if self.has_own:
             self.weights = []
             changed = [*model.weights, *slots_of(model), *self.changed]
             self.changed = list({id(variable): variable for variable in changed}.values())
@@ -292,7 +282,7 @@ class Step:
         # Weights change only when all sums are there, and nothing can fail any more.
         flat = [tensor for tensor in tf.nest.flatten(total, expand_composites=True) if tensor is not None]
         with tf.control_dependencies(flat), innermost(optimizer).reduced_before():
-            if not self.updates_itself:
+            if not self.has_own:
                 pairs = zip(total.gradients, self.weights, strict=True)
                 optimizer.apply_gradients([(gradient, weight) for gradient, weight in pairs if gradient is not None])
             for variable, value in zip(self.moving, total.moving, strict=True):
@@ -303,7 +293,7 @@ class Step:
                 variable.assign(before[id(variable)] + value)
             for seed in self.seeds:
                 seed.assign(seed.value - seed_of(numbers[-1]))
-            if self.updates_itself:
+            if self.has_own:
                 self._share_assigned()
             self._is_under_way.assign(False)
         return self._logs_of_all(logs, total.logs)
@@ -360,13 +350,12 @@ class Step:
         for metric in self.metrics:
             metric.assign(tf.zeros_like(before[id(metric)]))
         updates: Any = contextlib.nullcontext({})
-        if not self.updates_itself:
-            updates = gradients_kept(self.model, self._losses.num_parts(), until_loss and not self.has_own)
+        if not self.has_own:
+            updates = gradients_kept(self.model, self._losses.num_parts(), until_loss)
         with (
             self._losses.in_step(share),
             self.weighed(share),
             updates as gradients,
-            assigned_weights(self._fixed, self._refuse_assigned),
             self._noting_assigned(),
         ):
             logs = self._logs_of(rows)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.random import seed_generator
 
 from ringtrain import hvd
 from ringtrain.data.parts import Parts
@@ -29,12 +30,6 @@ from ringtrain.hvd.step_timing import PLACE
 from ringtrain.optim.kept_gradients import LossIsKnown
 from ringtrain.optim.step import Step
 from ringtrain.optim.sums import StepResult, reduced_by_dtype
-
-DRAWS = re.compile(
-    "Random(Uniform|StandardNormal|Gamma|Poisson|Shuffle|Crop)|Multinomial|TruncatedNormal|ParameterizedTruncated"
-    "|SampleDistortedBoundingBox"
-)
-"""operations of TensorFlow with a state of their own, which their seed determines"""
 
 
 class Node(NamedTuple):
@@ -232,51 +227,31 @@ def sums_as_written() -> Iterator[None]:
         tf.config.optimizer.set_experimental_options({name: before})
 
 
-def refuse_unlike(model: keras.Model, batch: Any) -> None:
-    """Raises ConfigError for a model whose steps would depend on the number of ranks; `batch`: or its specs."""
-    refuse_synchronized(model)
-    if len(hvd.optimizers_of(model)) > 1:
+class _Unseeded:
+    """In place of Keras' global seed generator: numbers of it would be others on another number of ranks."""
+
+    def next(self, ordered: bool = True) -> Any:
         raise ConfigError(
-            f"train.virtual_ranks: {type(model).__name__} has several optimizers, each of which needs the gradients of"
-            " all parts before the next one begins: leave out train.virtual_ranks"
-        )
-    if model.run_eagerly and train_step.is_own(model):
-        raise ConfigError(
-            f"train.virtual_ranks: what {type(model).__name__}.train_step does is known from its graph only:"
-            " compile the model without run_eagerly"
-        )
-    had_one = bool(hvd.global_seed())
-    (state,) = hvd.global_seed(create=True)
-    graph = tf.function(model.train_step, autograph=False).get_concrete_function(batch).graph
-    if not had_one:
-        hvd.forget_global_seed()
-    source = ""
-    drawn = [operation for operation in _operations(graph) if DRAWS.match(operation)]
-    if drawn:
-        source = f"tf.random ({drawn[0]})"
-    if any(outside is state.value.handle for outside, _ in graph.captures):
-        source = "keras.random"
-    if source:
-        raise ConfigError(
-            f"train.virtual_ranks: {type(model).__name__} draws numbers of {source} without a"
-            " seed of their own, which would be others on another number of ranks: pass"
+            "train.virtual_ranks: the model draws numbers of keras.random without a seed of their own: pass"
             " seed=a keras.random.SeedGenerator that is an attribute of the layer"
         )
 
 
-def _operations(graph: Any) -> list[str]:
-    """Types of the operations of a graph, then of those of the functions that it calls."""
-    definition = graph.as_graph_def()
-    nodes = [*definition.node]
-    for function in definition.library.function:
-        nodes += function.node_def
-    return [node.op for node in nodes]
-
-
-def refuse_synchronized(model: keras.Model) -> None:
-    """Raises ConfigError for batch normalization over real ranks."""
+def refuse_unlike(model: keras.Model, batch: Any) -> None:
+    """Raises ConfigError for a model whose steps would depend on the number of ranks; `batch`: or its specs."""
+    if train_step.is_own(model):
+        raise ConfigError(
+            f"train.virtual_ranks: {type(model).__name__} has a train_step of its own, which updates weights once for"
+            " each virtual rank: leave out train.virtual_ranks, or override compute_loss instead"
+        )
     for layer in hvd.synchronized_layers(model):
         raise ConfigError(
             f"train.virtual_ranks: layer {layer.name} (SyncBatchNormalization) would use the rows of real ranks: use"
             " BatchNormalization"
         )
+    kept = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, _Unseeded())
+    try:
+        tf.function(model.train_step, autograph=False).get_concrete_function(batch)
+    finally:
+        global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, kept)

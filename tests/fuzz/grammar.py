@@ -845,7 +845,10 @@ def _validation(draw: Draw, lines: list[str], data: str) -> list[str]:
         arguments = [f"validation_data={given}", *draw("validation batch", *sizes)]
     elif kind == "shuffled":
         order = draw("shuffled", *(f"{order}.batch(4)" for order in ORDERS))
-        arguments = [f"validation_data={held_out}{order}", *draw("steps", [], ["validation_steps=1"], often=2)]
+        steps = draw("steps", [], ["validation_steps=1"], often=2)
+        if steps and "shuffle(9, seed=2).cache()" in order:  # Keras' iterator reads ahead, perhaps to its end
+            draw.unequal("order of rows")
+        arguments = [f"validation_data={held_out}{order}", *steps]
     elif kind == "PyDataset":
         lines += _py_dataset(draw) * (not data.startswith("Batches"))
         arguments = [f"validation_data=Batches(*{given})"]
