@@ -1,10 +1,8 @@
 """Data by name, module:function or as arguments of Keras' fit, and the rows of each rank as tf.data pipelines.
 
 dataset:        training and test data of a run
-sources:        data by name: digits, MNIST, CIFAR-10, synthetic, npz
+sources:        data by name: digits, MNIST, CIFAR-10, images, synthetic, npz
 classes:        arrays with an integer class for each row
-image_files:    images by name: a folder per class, ImageNet's TFRecords
-tfrecords:      records of TFRecord files
 spark_rows:     rows that Spark streams to this rank
 arrays:         arrays as Keras' fit takes them, and a rank's rows of each global batch
 records:        rows of files that are read while they are trained

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -47,22 +47,6 @@ class Block(NamedTuple):
         if self.end:
             return f"{self.file}: record {self.number + row}"
         return f"{self.name}: row {row}"
-
-
-class Files(Protocol):
-    """Files of one kind, whose names, blocks and columns are known."""
-
-    kind: str
-    blocks: list[Block]
-
-    def types(self) -> dict[str, str]:
-        """All columns, with what they hold."""
-
-    def checksum(self) -> int:
-        """Checksum of what the files say of their content, without reading all of it."""
-
-    def read(self, block: Block) -> Columns:
-        """Values of a block; raises DataError if it cannot be read."""
 
 
 def blocks_of(file: DataFile, starts: Sequence[int]) -> list[Block]:

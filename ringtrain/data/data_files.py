@@ -6,7 +6,6 @@ URLs are those of fsspec's file systems: s3:// with the package s3fs, gs:// with
 from __future__ import annotations
 
 import glob
-import io
 import os
 import time
 from collections import Counter
@@ -41,11 +40,6 @@ IMAGES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp")
 """ends of the names of images"""
 NOTES = (".json", ".md", ".txt")
 """ends of the names of files that lie beside others in a folder"""
-INDEX = ".idx"
-"""end of the name of a file's index, which lies next to it"""
-OTHER_INDEX = "is not the index of this file: write it again with ringtrain data index"
-WINDOW = 8 << 20
-"""bytes that are asked for at once of a file that is read from its begin to its end"""
 Result = TypeVar("Result")
 Key = TypeVar("Key")
 
@@ -94,7 +88,6 @@ def files_of(files: str | Path | Sequence[str | Path]) -> list[DataFile]:
     twice = next((url for url, count in Counter(urls).items() if count > 1), None)
     if twice:
         raise DataError(f"ringtrain.Records: {twice} is named twice: its rows would be trained twice as often")
-    urls = [url for url in urls if not url.endswith(INDEX)] or urls
     states = of_each(state_of, urls)
     return [DataFile(url, *states[url]) for url in urls]
 
@@ -128,84 +121,29 @@ def of_each(function: Callable[[Key], Result], keys: Iterable[Key]) -> dict[Key,
         return dict(zip(different, threads.map(function, different), strict=True))
 
 
-def read_file(file: DataFile, read: Callable[[Any], Result], message: str = "", window: int = 0) -> Result:
-    """Calls `read` with a file, opened in binary.
+def read_file(file: DataFile, read: Callable[[Any], Result], message: str = "", cache: str = "none") -> Result:
+    """Calls `read` with a file, opened in binary; behind a URL, several times if the error may pass.
 
     Args:
         message: Of an error, which follows it.
-        window: Bytes that are asked for at once behind a URL; 0: what `read` asks for.
+        cache: Of fsspec, for a file behind a URL; "none" asks for what is read alone.
 
     Raises:
         DataError: It cannot be read, or has changed since it was found.
     """
-    remote = _RemoteFile(file) if file.is_remote else None
+
+    def from_begin() -> Result:
+        if not file.is_remote:
+            with open(file.url, "rb", buffering=0) as opened:
+                return read(opened)
+        store, path = store_of(file.url)
+        with store.open(path, "rb", cache_type=cache) as opened:
+            return read(opened)
+
     try:
-        with remote or open(file.url, "rb", buffering=0) as opened:
-            result = read(io.BufferedReader(remote, window) if remote and window else opened)
-    except Exception as error:  # of the system, pyarrow, or the library of a store
+        return with_retries(from_begin, file.url, message or f"{file}: cannot be read")
+    finally:
         check_unchanged(file)  # one that has changed may look damaged
-        if isinstance(error, DataError | MemoryError):
-            raise
-        raise DataError(f"{message or f'{file}: cannot be read'}: {_text_of(error)}") from error
-    check_unchanged(file)
-    return result
-
-
-def index_of(file: DataFile) -> str:
-    """Text of the index next to a file behind a URL; "": there is none."""
-    store, path = store_of(file.url + INDEX)
-
-    def read() -> bytes:
-        try:
-            return bytes(store.cat_file(path))
-        except (FileNotFoundError, PermissionError):  # by which a store may say that there is none
-            return b""
-
-    return with_retries(read, file.url, f"{file}{INDEX}: cannot be read").decode(errors="surrogateescape")
-
-
-class _RemoteFile(io.RawIOBase):
-    """A file behind a URL. Each read asks its store."""
-
-    def __init__(self, file: DataFile) -> None:
-        self.file, self.position = file, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self.position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.file.size}[whence]
-        return self.position
-
-    def readinto(self, buffer: Any) -> int:
-        content = self.read(len(buffer))
-        buffer[: len(content)] = content
-        return len(content)
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self.file.size - self.position)
-        length = left if size is None or size < 0 else min(size, left)
-        content = self._range(self.position, self.position + length) if length else b""
-        self.position += length
-        return content
-
-    def _range(self, begin: int, end: int) -> bytes:
-        file = self.file
-
-        def ask() -> bytes:
-            store, path = store_of(file.url)
-            answer = bytes(store.cat_file(path, start=begin, end=end))
-            if len(answer) != end - begin:
-                raise OSError(f"got {len(answer):,} bytes from {begin:,} on, expected {end - begin:,}")
-            return answer
-
-        return with_retries(ask, file.url, f"{file}: cannot be read")
 
 
 def with_retries(read: Callable[[], Result], url: str, message: str) -> Result:
@@ -220,7 +158,7 @@ def with_retries(read: Callable[[], Result], url: str, message: str) -> Result:
             time.sleep(FIRST_PAUSE_S * 2 ** (number - 1))
         try:
             return read()
-        except RingtrainError:
+        except (RingtrainError, MemoryError):
             raise
         except Exception as error:  # of the system, pyarrow, fsspec, or the library of a store
             is_final = isinstance(error, FileNotFoundError | PermissionError)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Sequence
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,17 +21,6 @@ if TYPE_CHECKING:
 
 FOOTER = 8
 """last bytes of a file, after its metadata"""
-MAX_METADATA = 16 << 20
-"""serialized bytes of the files' metadata that stay in memory, where they take 17 times as much"""
-
-
-class Opened(NamedTuple):
-    """Blocks and schema of a file."""
-
-    blocks: list[Block]
-    schema: Any
-    checksum: int
-    """of it, without reading it all"""
 
 
 class ParquetFiles:
@@ -50,58 +39,22 @@ class ParquetFiles:
             import pyarrow  # noqa: F401
         except ImportError as error:
             raise DataError("ringtrain.Records: Parquet needs pyarrow: pip install 'ringtrain[records]'") from error
-        self._metadata: dict[DataFile, Any] = {}
-        """of the first files, up to MAX_METADATA: to read it takes longer than to read a small block"""
-        found = data_files.of_each(self._opened, files)
-        num_bytes = 0
-        for file in files:
-            num_bytes += self._metadata[file].serialized_size
-            if num_bytes > MAX_METADATA:
-                del self._metadata[file]
-        self.blocks = [block for one in found.values() for block in one.blocks]
-        self._checksums = [one.checksum for one in found.values()]
-        # A file without rows may have any types.
-        types = {file: _types_of(one.schema) for file, one in found.items() if one.blocks}
-        first = next(iter(types), None)
-        self._types = types[first] if first else {}
+        found = data_files.of_each(_opened, files)
+        self._metadata = {file: metadata for file, (metadata, _) in found.items()}
+        self._checksums = [checksum for _, checksum in found.values()]
+        self.blocks = []
+        for file, metadata in self._metadata.items():
+            for number in range(metadata.num_row_groups):
+                num_rows = metadata.row_group(number).num_rows
+                if num_rows:
+                    self.blocks.append(Block(file, number, num_rows))
+        types = {file: _types_of(metadata) for file, metadata in self._metadata.items()}
+        self._types = types[files[0]]
         self.columns = list(self._types if columns is None else columns)
         for file, of_file in types.items():
             for name in self.columns:
-                names = found[file].schema.names
-                if names.count(name) > 1:
-                    raise DataError(f"{file}: has column {name} twice: it has {', '.join(names)}")
                 if name not in of_file:
                     raise DataError(f"{file}: has no column {name}: it has {', '.join(of_file)}")
-                if _decoded(of_file[name]) != _decoded(self._types[name]):
-                    raise DataError(
-                        f"{file}: column {name} is {of_file[name]}, expected {self._types[name]} as in {first}"
-                    )
-
-    def _opened(self, file: DataFile) -> Opened:
-        import pyarrow.parquet as pq
-
-        def read(opened: IO[bytes]) -> tuple[Any, Any, int]:
-            with pq.ParquetFile(opened) as parquet:
-                metadata, schema = parquet.metadata, parquet.schema_arrow
-            opened.seek(-metadata.serialized_size - FOOTER, os.SEEK_END)
-            return metadata, schema, zlib.crc32(opened.read())
-
-        metadata, schema, checksum = data_files.read_file(file, read, f"{file}: cannot be read as Parquet")
-        sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-        self._metadata[file] = metadata
-        return Opened([Block(file, number, rows) for number, rows in enumerate(sizes) if rows], schema, checksum)
-
-    def _table(self, block: Block, columns: Sequence[str]) -> Any:
-        import pyarrow.parquet as pq
-
-        # Of a file behind a URL, neighbouring columns are one request.
-        options = {"pre_buffer": block.file.is_remote, "page_checksum_verification": True}
-
-        def read(opened: IO[bytes]) -> Any:
-            with pq.ParquetFile(opened, metadata=self._metadata.get(block.file), **options) as parquet:
-                return parquet.read_row_group(block.number, columns=columns, use_threads=False)
-
-        return data_files.read_file(block.file, read, f"{block.name} cannot be read")
 
     def types(self) -> dict[str, str]:
         return {name: str(kind) for name, kind in self._types.items()}
@@ -111,50 +64,45 @@ class ParquetFiles:
         return zlib.crc32(str(self._checksums).encode())
 
     def read(self, block: Block) -> Columns:
-        values: Columns = {}
-        table = self._table(block, self.columns)
-        for name in self.columns:
-            values[name] = _values(_column(table, name), f"{block.name}: column {name}")
-        return values
+        import pyarrow.parquet as pq
+
+        # Of a file behind a URL, neighbouring columns are one request.
+        options = {"pre_buffer": block.file.is_remote, "page_checksum_verification": True}
+
+        def read(opened: IO[bytes]) -> Columns:
+            with pq.ParquetFile(opened, metadata=self._metadata[block.file], **options) as parquet:
+                table = _flat(parquet.read_row_group(block.number, columns=self.columns, use_threads=False))
+            return {name: _values(_in_one(table.column(name)), f"{block.name}: column {name}") for name in self.columns}
+
+        return data_files.read_file(block.file, read, f"{block.name} cannot be read")
 
 
-def _types_of(schema: Any) -> dict[str, Any]:
+def _opened(file: DataFile) -> tuple[Any, int]:
+    """Metadata of a file, and a checksum of its footer, which is read instead of all of it."""
+    import pyarrow.parquet as pq
+
+    def read(opened: IO[bytes]) -> tuple[Any, int]:
+        with pq.ParquetFile(opened) as parquet:
+            metadata = parquet.metadata
+        opened.seek(-metadata.serialized_size - FOOTER, os.SEEK_END)
+        return metadata, zlib.crc32(opened.read())
+
+    return data_files.read_file(file, read, f"{file}: cannot be read as Parquet")
+
+
+def _types_of(metadata: Any) -> dict[str, Any]:
     """Types of the columns of a file by name; in place of a column with fields, theirs."""
+    schema = _flat(metadata.schema.to_arrow_schema().empty_table()).schema
+    return dict(zip(schema.names, schema.types, strict=True))
+
+
+def _flat(table: Any) -> Any:
+    """A table with the fields of columns as columns of their own, such as `image.bytes`."""
     import pyarrow as pa
 
-    types: dict[str, Any] = {}
-    for name, kind in zip(schema.names, schema.types, strict=True):
-        if pa.types.is_struct(kind):
-            fields = _types_of(pa.schema([kind.field(number) for number in range(kind.num_fields)]))
-            types |= {f"{name}.{field}": of_field for field, of_field in fields.items()}
-        else:
-            types[name] = kind
-    return types
-
-
-def _column(table: Any, name: str) -> pa.Array:
-    """A column of a table, or a field of one."""
-    import pyarrow.compute as pc
-
-    if name in table.column_names:
-        return _in_one(table.column(name))
-    parent = max((one for one in table.column_names if name.startswith(f"{one}.")), key=len)
-    return pc.struct_field(_in_one(table.column(parent)), name.removeprefix(f"{parent}.").split("."))
-
-
-def _decoded(kind: Any) -> Any:
-    """Type of a column's values in NumPy: dictionaries and lists of different widths of one type are the same."""
-    import pyarrow as pa
-
-    if pa.types.is_dictionary(kind):
-        return _decoded(kind.value_type)
-    if pa.types.is_fixed_size_list(kind):
-        return "list", kind.list_size, _decoded(kind.value_type)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return "list", _decoded(kind.value_type)
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return "text"
-    return kind
+    while any(map(pa.types.is_struct, table.schema.types)):
+        table = table.flatten()
+    return table
 
 
 def _is_binary(kind: Any) -> bool:

@@ -4,84 +4,22 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from ringtrain.data import data_files, tfrecords
-from ringtrain.data.blocks import Block, Columns, Files
+from ringtrain.data import data_files
+from ringtrain.data.blocks import Block, Columns
 from ringtrain.data.data_files import DataFile
 from ringtrain.data.parquet_files import ParquetFiles
 from ringtrain.data.tfrecord_files import TFRecordFiles
 from ringtrain.errors import DataError
 
-PARQUET, GZIP = b"PAR1", b"\x1f\x8b"
-"""first bytes"""
+PARQUET = b"PAR1"
+"""first bytes of its files"""
 TYPES = {"image": "encoded image", "class": "int64", "path": "text"}
 MAX_NAMES = 5
 """classes that are listed"""
-
-
-def opened(
-    files: Sequence[DataFile],
-    columns: Sequence[str] | None,
-    features: Mapping[str, Any] | None = None,
-    class_names: Sequence[str] | None = None,
-) -> Files:
-    """Opens files of one kind. `columns` None: with all their columns.
-
-    Raises:
-        DataError: They cannot be read, are of several kinds, or have no rows.
-    """
-    kind = kind_of_all(files)
-    for name, given, its_kind in (("features", features, "TFRecord"), ("class_names", class_names, "images")):
-        if given and kind != its_kind:
-            raise DataError(f"ringtrain.Records: got {name} with files of {kind}, expected them with {its_kind} alone")
-    found: Files
-    if kind == "images":
-        found = ClassFolders(files, columns, class_names)
-    elif kind == "Parquet":
-        found = ParquetFiles(files, columns)
-    else:
-        found = TFRecordFiles(files, columns, features)
-    if not found.blocks:
-        raise DataError(f"ringtrain.Records: no row in {len(files)} files, expected at least one: {files[0]}")
-    return found
-
-
-def kind_of_all(files: Sequence[DataFile]) -> str:
-    """Kind of all files; raises DataError if they are of several. An empty file is a TFRecord without rows."""
-    kinds = data_files.of_each(_kind_of, files)
-    known = [file for file in files if kinds[file]]
-    if not known:
-        return "TFRecord"
-    kind = kinds[known[0]]
-    other = next((file for file in known if kinds[file] != kind), None)
-    if other:
-        raise DataError(f"{other}: is {kinds[other]}, and {known[0]} is {kind}: expected files of one kind")
-    if len(known) < len(files) and kind == "Parquet":
-        raise DataError(f"{next(file for file in files if not kinds[file])}: is empty, which no {kind} file is")
-    return kind
-
-
-def _kind_of(file: DataFile) -> str:
-    if file.name.lower().endswith(data_files.IMAGES):
-        return "images"  # of which there may be a million: they are not opened
-    if not file.size:
-        return ""
-
-    def read(opened: IO[bytes]) -> bytes:
-        return opened.read(tfrecords.HEADER)
-
-    begin = data_files.read_file(file, read)
-    if begin.startswith(PARQUET):
-        return "Parquet"
-    if not tfrecords.length_fits(begin):
-        problem = "is of no known kind"
-        if begin.startswith(GZIP):
-            problem = "is compressed with gzip: write it without"
-        raise DataError(f"{file}: {problem}: expected Parquet, TFRecord or images")
-    return "TFRecord"
 
 
 class ClassFolders:
@@ -121,7 +59,7 @@ class ClassFolders:
     def read(self, block: Block) -> Columns:
         values: Columns = {}
         if "image" in self.columns:
-            values["image"] = np.array([data_files.read_file(block.file, _content)], object)
+            values["image"] = np.array([data_files.read_file(block.file, lambda opened: opened.read())], object)
         if "class" in self.columns:
             values["class"] = np.array([self._classes[block.file.folder_name]], np.int64)
         if "path" in self.columns:
@@ -129,5 +67,46 @@ class ClassFolders:
         return values
 
 
-def _content(opened: IO[bytes]) -> bytes:
-    return opened.read()
+Files = ParquetFiles | TFRecordFiles | ClassFolders
+
+
+def opened(
+    files: Sequence[DataFile],
+    columns: Sequence[str] | None,
+    features: Mapping[str, Any] | None = None,
+    class_names: Sequence[str] | None = None,
+) -> Files:
+    """Opens files of one kind. `columns` None: with all their columns.
+
+    Raises:
+        DataError: They cannot be read, are of several kinds, or have no rows.
+    """
+    kinds = data_files.of_each(_kind_of, files)
+    kind = next(filter(None, kinds.values()), "TFRecord")
+    other = next((file for file in files if kinds[file] not in ("", kind)), None)
+    if other:
+        raise DataError(f"{other}: is {kinds[other]}, expected files of one kind, {kind} as the first one")
+    for name, given, its_kind in (("features", features, "TFRecord"), ("class_names", class_names, "images")):
+        if given and kind != its_kind:
+            raise DataError(f"ringtrain.Records: got {name} with files of {kind}, expected them with {its_kind} alone")
+    found: Files
+    if kind == "images":
+        found = ClassFolders(files, columns, class_names)
+    elif kind == "Parquet":
+        found = ParquetFiles(files, columns)
+    else:
+        found = TFRecordFiles(files, columns, features)
+    if not found.blocks:
+        raise DataError(f"ringtrain.Records: no row in {len(files)} files, expected at least one: {files[0]}")
+    return found
+
+
+def _kind_of(file: DataFile) -> str:
+    """Kind of a file; "": it is empty, as a TFRecord without rows is."""
+    if file.name.lower().endswith(data_files.IMAGES):
+        return "images"  # of which there may be a million: they are not opened
+    if not file.size:
+        return ""
+
+    begin = data_files.read_file(file, lambda opened: opened.read(len(PARQUET)))
+    return "Parquet" if begin == PARQUET else "TFRecord"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import functools
 import gzip
@@ -10,10 +9,9 @@ import math
 import os
 import re
 import struct
-import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -22,11 +20,11 @@ from numpy.typing import NDArray
 
 from ringtrain.config import DataConfig
 from ringtrain.config_io import find, imported
+from ringtrain.data import augment
 from ringtrain.data.classes import check_numbers, checked
 from ringtrain.data.dataset import DataSet
 from ringtrain.data.fit_arguments import FitArguments, arguments_of, is_nest
-from ringtrain.data.image_files import image_folder, imagenet_tfrecords
-from ringtrain.data.records import Records
+from ringtrain.data.records import RecordRows, Records
 from ringtrain.data.spark_rows import spark
 from ringtrain.errors import ConfigError, DataError
 
@@ -36,9 +34,11 @@ CIFAR_CLASSES = 10
 CIFAR_PADDING = 4  # pixels: He et al. 2015, section 4.2
 CIFAR_PIXELS = 3 * 32 * 32
 CIFAR_BATCH = re.compile(r"(data_batch_\d+|test_batch)\.bin")
-CIFAR_FOLDERS = ("", "cifar-10-batches-bin")
-CIFAR_ARCHIVE = "cifar-10-binary.tar.gz"
-Batch = tuple[NDArray[np.uint8], NDArray[np.int64]]
+CIFAR_FOLDER = "cifar-10-batches-bin"
+TEST_FOLDERS = ("val", "test")
+IMAGE_SIZE = 224
+LABELS_FILE = "labels.txt"
+IMAGENET_CLASSES = 1000
 
 
 def digits(config: DataConfig) -> DataSet:
@@ -191,75 +191,98 @@ def cifar10(config: DataConfig) -> DataSet:
     """Reads 50000 training and 10000 test images of 32x32 RGB pixels in ten classes. Raises DataError.
 
     The binary version, https://www.cs.toronto.edu/~kriz/cifar.html, has one byte for the class of an image and 3072 for
-    its pixels: red, green, blue, each row by row.
-
-    data.dir is an archive, or a folder with an archive, the folder it unpacks to, or the files themselves. Fewer
-    batches than published are accepted. With data.augment, training images are shifted and flipped.
+    its pixels: red, green, blue, each row by row. data.dir has its files, or the folder that it unpacks to. With
+    data.augment, training images are shifted and flipped.
     """
-    if not config.dir:
-        raise DataError(f"{config.name}: give its directory or archive with --data.dir")
-    path = Path(config.dir)
-    try:
-        files = {name: (where, content) for name, where, content in _cifar_files(path)}
-    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        raise DataError(f"{path}: cannot be read: {reason}") from error
-    if "test_batch.bin" not in files or len(files) < 2:
+    folder = _folder_of(config)
+    if (folder / CIFAR_FOLDER).is_dir():
+        folder = folder / CIFAR_FOLDER
+    batches = {path.name: _cifar_batch(path) for path in sorted(folder.iterdir()) if CIFAR_BATCH.fullmatch(path.name)}
+    if "test_batch.bin" not in batches or len(batches) < 2:
         raise DataError(
-            f"{path}: contains no CIFAR-10 in the binary version, expected data_batch_1.bin, ... and test_batch.bin, or"
-            f" {CIFAR_ARCHIVE}"
+            f"{folder}: contains no CIFAR-10 in the binary version, expected data_batch_1.bin, ... and test_batch.bin:"
+            f" unpack cifar-10-binary.tar.gz"
         )
-    batches = {name: _cifar_batch(*files[name]) for name in sorted(files)}
     test = batches.pop("test_batch.bin")
     images, labels = zip(*batches.values(), strict=True)
     train = np.concatenate(images), np.concatenate(labels)
     padding = CIFAR_PADDING if config.augment else 0
-    return checked(str(path), train, test, CIFAR_CLASSES, padding)
+    return checked(str(folder), train, test, CIFAR_CLASSES, padding)
 
 
-def _cifar_files(path: Path) -> Iterator[tuple[str, str, bytes]]:
-    """Yields name, location for messages, and content of every batch; reads an archive only if there are no files."""
-    if path.is_file():
-        yield from _cifar_members(path)
-        return
-    for folder in (path / name for name in CIFAR_FOLDERS):
-        if folder.is_dir():
-            files = [file for file in sorted(folder.iterdir()) if CIFAR_BATCH.fullmatch(file.name)]
-        else:
-            files = []
-        for file in files:
-            yield file.name, str(file), file.read_bytes()
-        if files:
-            return
-    if (path / CIFAR_ARCHIVE).exists():
-        yield from _cifar_members(path / CIFAR_ARCHIVE)
+def _folder_of(config: DataConfig) -> Path:
+    if not config.dir:
+        raise DataError(f"{config.name}: give its directory with --data.dir")
+    return Path(config.dir)
 
 
-def _cifar_members(archive: Path) -> Iterator[tuple[str, str, bytes]]:
-    with tarfile.open(archive) as tar:
-        for member in tar:
-            name = Path(member.name).name
-            file = None
-            if member.isfile() and CIFAR_BATCH.fullmatch(name):
-                file = tar.extractfile(member)
-            if file is not None:
-                yield name, f"{archive}: {member.name}", file.read()
-        while tar.fileobj and tar.fileobj.read(2**20):  # gzip's checksum is at the very end
-            pass
-
-
-def _cifar_batch(where: str, content: bytes) -> Batch:
+def _cifar_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    content = path.read_bytes()
     if not content or len(content) % (1 + CIFAR_PIXELS):
         raise DataError(
-            f"{where}: got {len(content)} bytes, expected a multiple of {1 + CIFAR_PIXELS} (a label and 32x32 pixels in"
+            f"{path}: got {len(content)} bytes, expected a multiple of {1 + CIFAR_PIXELS} (a label and 32x32 pixels in"
             f" three colors): download the file again"
         )
     records = np.frombuffer(content, np.uint8).reshape(-1, 1 + CIFAR_PIXELS)
     labels = records[:, 0].astype(np.int64)
     if labels.max() >= CIFAR_CLASSES:
         number = int(np.argmax(labels >= CIFAR_CLASSES))
-        raise DataError(f"{where}: image {number} has label {labels[number]}, expected 0 to {CIFAR_CLASSES - 1}")
+        raise DataError(f"{path}: image {number} has label {labels[number]}, expected 0 to {CIFAR_CLASSES - 1}")
     return records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
+
+
+def image_folder(config: DataConfig) -> DataSet:
+    """Images in train/<class>/ and in val/ or test/ with classes of these."""
+    root = _folder_of(config)
+    held_out = next((root / name for name in TEST_FOLDERS if (root / name).exists()), None)
+    if not held_out:
+        raise DataError(f"{root}: contains neither {' nor '.join(TEST_FOLDERS)}, expected a directory of test images")
+    train = Records(root / "train", "image", "class")
+    names = train.class_names or []
+    return _images(config, train, Records(held_out, "image", "class", class_names=names), len(names))
+
+
+def imagenet_tfrecords(config: DataConfig) -> DataSet:
+    """Images of ImageNet's TFRecords, train-00000-of-01024 and so on, and validation-00000-of-00128.
+
+    The classes are those of labels.txt next to the records, one per line, else 1000.
+    """
+    folder = _folder_of(config)
+    labels, num_classes = folder / LABELS_FILE, config.num_classes or IMAGENET_CLASSES
+    if labels.exists() and not config.num_classes:
+        num_classes = len(labels.read_bytes().splitlines())
+    columns = "image/encoded", "image/class/label"
+    train, test = (Records(_shards(folder, part), *columns) for part in ("train", "validation"))
+    return _images(config, train, test, num_classes, first_label=1)
+
+
+def _shards(folder: Path, stem: str) -> list[Path]:
+    """Files of a split, "train" or "validation", in order. Raises DataError if one is missing or empty."""
+    paths = sorted(path for path in folder.iterdir() if re.fullmatch(rf"{stem}-\d+-of-\d+", path.name))
+    totals = {int(path.name.rpartition("-")[2]) for path in paths}
+    if totals != {len(paths)}:
+        raise DataError(f"{folder}: contains {len(paths)} files {stem}-00000-of-..., expected all, as their names say")
+    for path in paths:
+        if not path.stat().st_size:
+            raise DataError(f"{path}: contains no record")
+    return paths
+
+
+def _images(config: DataConfig, train: Records, test: Records, num_classes: int, first_label: int = 0) -> DataSet:
+    """Decoded images of training and test files."""
+    size = config.image_size or IMAGE_SIZE
+    splits = []
+    for read, is_train in ((train, True), (test, False)):
+        decode = functools.partial(
+            augment.pictures,
+            num_rows=len(read),
+            size=size,
+            num_classes=num_classes,
+            first_label=first_label,
+            is_random=is_train and config.augment,
+        )
+        splits.append(RecordRows(read, shuffle=is_train, transform=decode))
+    return DataSet(splits[0], splits[1], num_classes, (size, size, 3), of_classes=True)
 
 
 DATASETS: dict[str, Callable[[DataConfig], DataSet | FitArguments]] = {
@@ -309,28 +332,18 @@ def source(config: DataConfig, of_classes: bool | None = True) -> Callable[[], D
         )
 
     def read() -> DataSet | FitArguments:
-        name, result = config.name, None
-        if name not in DATASETS:
-            result = function()
-        else:
-            with _os_errors_of(name):
-                if name == "npz" and not of_classes:
-                    name, *result = arrays_of_npz(config)
-                else:
-                    found: DataSet | FitArguments = function(config)
-                    return found
-        return _classes_or_arguments(name, result, config.num_classes, of_classes)
+        if config.name not in DATASETS:
+            return _classes_or_arguments(config.name, function(), config.num_classes, of_classes)
+        try:
+            if config.name == "npz" and not of_classes:
+                name, *result = arrays_of_npz(config)
+                return _classes_or_arguments(name, result, config.num_classes, of_classes)
+            found: DataSet | FitArguments = function(config)
+            return found
+        except OSError as error:  # e.g. a directory without permission
+            raise DataError(f"{error.filename or config.name}: cannot be read: {error.strerror or error}") from error
 
     return read
-
-
-@contextlib.contextmanager
-def _os_errors_of(name: str) -> Iterator[None]:
-    """Context in which errors that a source does not handle, e.g. a directory without permission, are the data's."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{error.filename or name}: cannot be read: {error.strerror or error}") from error
 
 
 def _classes_or_arguments(name: str, result: Any, num_classes: int, of_classes: bool | None) -> DataSet | FitArguments:

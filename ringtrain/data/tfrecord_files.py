@@ -1,35 +1,27 @@
-"""TFRecord files of `tf.train.Example`s. An index next to a file, or reading it, says where its rows begin."""
+"""TFRecord files of `tf.train.Example`s, which are read once, from length to length, to find where their rows begin.
+
+A record is its length (uint64), a checksum of that, the bytes, a checksum of those:
+https://www.tensorflow.org/tutorials/load_data/tfrecord.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any
 
-from ringtrain.data import data_files, tfrecords
+from ringtrain.data import data_files
 from ringtrain.data.blocks import Block, Columns, blocks_of, text_of
-from ringtrain.data.data_files import INDEX, OTHER_INDEX, DataFile
+from ringtrain.data.data_files import DataFile
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
+HEADER, FOOTER = 12, 4
 BUFFER = 1 << 20
 """bytes that TensorFlow reads at once"""
-IN_MEMORY = "/dev/shm"
-"""where a block behind a URL becomes a file for TensorFlow, which compares its checksums"""
-
-
-class Positions(NamedTuple):
-    """Where the rows of a file begin, in bytes."""
-
-    starts: list[int]
-    checksum: int
-    """of the file, without reading it all"""
-    is_indexed: bool = False
 
 
 class TFRecordFiles:
@@ -47,10 +39,9 @@ class TFRecordFiles:
     ) -> None:
         import tensorflow as tf
 
-        found = data_files.of_each(_positions, [file for file in files if file.size])
-        self._checksums = [positions.checksum for positions in found.values()]
-        self._indexed = {file for file, positions in found.items() if positions.is_indexed}
-        self.blocks = [block for file, positions in found.items() for block in blocks_of(file, positions.starts)]
+        found = data_files.of_each(_scanned, [file for file in files if file.size])
+        self._checksums = [checksum for checksum, _ in found.values()]
+        self.blocks = [block for file, (_, starts) in found.items() for block in blocks_of(file, starts)]
         if not self.blocks:
             return
         self._known = dict(features) if features else self._features()
@@ -64,7 +55,7 @@ class TFRecordFiles:
                 raise DataError(f"ringtrain.Records: feature {name} is {feature}, expected a FixedLenFeature")
 
     def checksum(self) -> int:
-        """Checksum of the checksums of records; behind a URL, of the version."""
+        """Checksum of the checksums of records."""
         return zlib.crc32(str(self._checksums).encode())
 
     def types(self) -> dict[str, str]:
@@ -89,18 +80,16 @@ class TFRecordFiles:
         return {name: value.numpy() for name, value in values.items()}
 
     def _texts(self, block: Block) -> tf.Tensor:
-        """Serialized records of a block, string [rows]; their checksums are compared."""
+        """Serialized records of a block, string [rows]; TensorFlow compares their checksums."""
 
         def read(opened: IO[bytes]) -> tf.Tensor:
             if not block.file.is_remote:
-                return _texts_of(block.file.url, block.begin, block.num_rows)
+                return _texts_of(block.file.url, block.begin, block)
             opened.seek(block.begin)
-            content = opened.read(block.end - block.begin)
-            try:
-                return _texts_of_copy(content, block.num_rows)
-            except ValueError as error:
-                or_index = f", or {block.file}{INDEX} {OTHER_INDEX}" if block.file in self._indexed else ""
-                raise DataError(f"{block.name} cannot be read: {error}{or_index}") from error
+            with tempfile.NamedTemporaryFile() as copy:
+                copy.write(opened.read(block.end - block.begin))
+                copy.flush()
+                return _texts_of(copy.name, 0, block)
 
         return data_files.read_file(block.file, read, f"{block.name} cannot be read")
 
@@ -124,77 +113,50 @@ class TFRecordFiles:
         return features
 
 
-def _positions(file: DataFile) -> Positions:
-    if not file.is_remote:
-        checksum, *starts = _scanned(file)
-        return Positions(starts, checksum)
-    text = data_files.index_of(file)
-    if text:
-        starts = from_index(file, text)
-    else:
-        starts = _scanned(file)[1:]
-    # The same with and without an index.
-    return Positions(starts, zlib.crc32(f"{file.version} {starts}".encode()), bool(text))
+def _texts_of(path: str, begin: int, block: Block) -> tf.Tensor:
+    """Records of a block, which begins at a position of a file; raises DataError if they are damaged.
 
-
-def _texts_of_copy(content: bytes, num_rows: int) -> tf.Tensor:
-    """Records of a block's bytes, from a file for TensorFlow, which compares their checksums."""
+    With the raw operation, as tf.data.TFRecordDataset has no argument for the position.
+    """
     import tensorflow as tf
 
-    for folder in (IN_MEMORY, None):
-        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as copy:  # it may be missing, or full
-            copy.write(content)
-            copy.flush()
-            texts = _texts_of(f"/proc/self/fd/{copy.fileno()}", 0, num_rows)
-            num_bytes = int(tf.reduce_sum(tf.strings.length(texts))) + len(texts) * tfrecords.AROUND
-            if num_bytes != len(content):
-                raise ValueError(f"its records have {num_bytes:,} bytes, expected {len(content):,}")
-            return texts
-    raise DataError(f"{tempfile.gettempdir()}: cannot be written: a block behind a URL is copied there")
+    def records(position: tf.Tensor) -> tf.data.Dataset:
+        found = tf.raw_ops.TFRecordDatasetV2(
+            filenames=[path], compression_type="", buffer_size=tf.constant(BUFFER, tf.int64), byte_offsets=[position]
+        )
+        return tf.data.experimental.from_variant(found, tf.TensorSpec([], tf.string)).take(block.num_rows)
 
-
-def _texts_of(path: str, begin: int, num_rows: int) -> tf.Tensor:
-    """Records of a file from a position on; raises ValueError if they are damaged."""
-    import tensorflow as tf
-
-    position = tf.data.Dataset.from_tensors((path, tf.constant(begin, tf.int64)))
-    records = position.flat_map(lambda path, begin: tfrecords.records(path, begin, num_rows, BUFFER))
+    # In a function of tf.data: the operation forgets the position elsewhere.
+    texts = tf.data.Dataset.from_tensors(tf.constant(begin, tf.int64)).flat_map(records)
     try:
-        return next(iter(records.batch(num_rows)))
+        return next(iter(texts.batch(block.num_rows)))
     except tf.errors.OpError as error:
-        raise ValueError(text_of(error)) from error
+        raise DataError(f"{block.name} cannot be read: {text_of(error)}") from error
 
 
-def _scanned(file: DataFile) -> list[int]:
-    """The checksum of a file's checksums, and positions of its records."""
-
-    def scan(opened: IO[bytes]) -> list[int]:
-        def read_at(length: int, position: int) -> bytes:
-            opened.seek(position)
-            return opened.read(length)
-
-        starts, checksum = tfrecords.starts_and_checksum(read_at, file.size, file)
-        last = read_at(tfrecords.FOOTER, file.size - tfrecords.FOOTER)
-        return [zlib.crc32(last, checksum), *starts.tolist()]
-
-    return data_files.read_file(file, scan, window=data_files.WINDOW)
-
-
-def from_index(file: DataFile, text: str) -> list[int]:
-    """Positions of a file's records in its index, which has a line "position length" of each (as DALI's tfrecord2idx).
+def _scanned(file: DataFile) -> tuple[int, list[int]]:
+    """Checksum of the checksums in a file, and where its records begin, in bytes.
 
     Raises:
-        DataError: The index is of another file.
+        DataError: The end of a record is not in the file.
     """
-    rows = [line.split() for line in text.splitlines()]
-    fits = all(len(row) == 2 and row[0].isdecimal() and row[1].isdecimal() for row in rows)
-    ends = [0, *(int(begin) + int(length) for begin, length in rows)] if fits else []
-    if not fits or ends[-1] != file.size or [int(begin) for begin, _ in rows] != ends[:-1]:
-        raise DataError(f"{file}{INDEX}: {OTHER_INDEX}")
-    return ends[:-1]
 
+    def scan(opened: IO[bytes]) -> tuple[int, list[int]]:
+        starts: list[int] = []
+        checksum = position = 0
+        while position < file.size:
+            before = FOOTER if starts else 0  # the end of the record before comes along
+            opened.seek(position - before)
+            read = opened.read(before + HEADER)
+            checksum = zlib.crc32(read, checksum)
+            starts.append(position)
+            position += HEADER + int.from_bytes(read[before : before + 8], "little") + FOOTER
+        if position != file.size:
+            raise DataError(
+                f"{file}: record {len(starts) - 1}: the file ends within it, or a length is damaged: expected Parquet,"
+                f" TFRecord without compression, or images"
+            )
+        opened.seek(file.size - FOOTER)
+        return zlib.crc32(opened.read(FOOTER), checksum), starts
 
-def index(file: DataFile) -> str:
-    """Text of a file's index."""
-    _, *starts = _scanned(file)
-    return "".join(f"{begin} {end - begin}\n" for begin, end in itertools.pairwise([*starts, file.size]))
+    return data_files.read_file(file, scan, cache="readahead")

@@ -76,12 +76,6 @@ DATA = {
         "Prints numbers of files, blocks and rows, the columns and the first rows of Parquet, TFRecord"
         " files, or of folders of images, on disk or behind a URL.",
     ),
-    "index": plain(
-        "files:index",
-        "write an index next to TFRecord files",
-        "Writes where each row begins to NAME.idx. With it, ringtrain.Records need not read files behind a URL from"
-        " begin to end before training.",
-    ),
     "convert": plain(
         "files:convert",
         "write the rows of files as Parquet",
@@ -136,6 +130,6 @@ COMMANDS = {
         " it is started as it is.",
         "prove -np N [options] -- COMMAND",
     ),
-    "data": Command("look at files of rows, index or convert them", kinds=lambda: DATA),
+    "data": Command("look at files of rows, or convert them", kinds=lambda: DATA),
 }
 """commands of the lab by name, in the order of the help"""

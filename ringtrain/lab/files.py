@@ -1,4 +1,4 @@
-"""ringtrain data: shows files of rows, writes an index next to TFRecord files, and writes rows as a Parquet file."""
+"""ringtrain data: shows files of rows, and writes rows as a Parquet file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.data import data_files, record_files, tfrecord_files
-from ringtrain.data.blocks import Block, Files
-from ringtrain.data.data_files import INDEX, DataFile
+from ringtrain.data import data_files, record_files
+from ringtrain.data.blocks import Block
+from ringtrain.data.data_files import DataFile
+from ringtrain.data.record_files import Files
 from ringtrain.data.records import Records
 from ringtrain.errors import DataError, LaunchError
 from ringtrain.lab.tables import Table
@@ -117,45 +118,6 @@ def text_of(value: Any) -> str:
     if len(text) <= MAX_LETTERS:
         return text
     return f"{text[: MAX_LETTERS - 3]}..."
-
-
-# ---- index ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class IndexOptions:
-    """Options of ringtrain data index."""
-
-    files: FilesArgument = ()
-    """files, folders, patterns or URLs"""
-
-
-def index(options: IndexOptions) -> int:
-    """Writes where each row begins next to TFRecord files."""
-    files = [file for file in files_of(options.files) if file.size]
-    if not files or record_files.kind_of_all(files) != "TFRecord":
-        raise DataError("ringtrain data index: expected TFRecord files with rows: no other files need an index")
-    data_files.of_each(write_index, files)
-    print(f"{len(files):,} files have an index, NAME{INDEX}")
-    return 0
-
-
-def write_index(file: DataFile) -> None:
-    """Writes the index of a file."""
-    content = tfrecord_files.index(file).encode(errors="surrogateescape")
-    failure = f"{file}{INDEX}: cannot be written"
-    if file.is_remote:
-        store, path = data_files.store_of(file.url + INDEX)
-        data_files.with_retries(lambda: store.pipe_file(path, content), file.url, failure)
-        return
-    unfinished = Path(f"{file}{INDEX}.{os.getpid()}")
-    try:
-        unfinished.write_bytes(content)
-        unfinished.replace(f"{file}{INDEX}")
-    except OSError as error:
-        raise DataError(f"{failure}: {error.strerror}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 # ---- convert --------------------------------------------------------------------------------------------------------

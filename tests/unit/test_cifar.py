@@ -1,9 +1,7 @@
-"""CIFAR-10 in the binary version, unpacked and as an archive, made of a few generated pictures."""
+"""CIFAR-10 in the binary version, made of a few generated pictures."""
 
 from __future__ import annotations
 
-import io
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -29,16 +27,9 @@ def content(name: str) -> bytes:
 
 
 def write(place: Path, how: str) -> Path:
-    """Puts the batches into a folder, into the folder that the archive unpacks to, or into the archive."""
+    """Puts the batches into a folder, or into the folder that the archive unpacks to."""
     files = {f"{name}.bin": content(name) for name in BATCHES} | {"batches.meta.txt": b"not read"}
     inside = "cifar-10-batches-bin"
-    if how == "archive":
-        with tarfile.open(place / "cifar-10-binary.tar.gz", "w:gz") as tar:
-            for name, value in files.items():
-                member = tarfile.TarInfo(f"{inside}/{name}")
-                member.size = len(value)
-                tar.addfile(member, io.BytesIO(value))
-        return place
     folder = place if how == "files" else place / inside
     folder.mkdir(exist_ok=True)
     for name, value in files.items():
@@ -58,14 +49,9 @@ def is_what_was_generated(data_set: data.DataSet) -> bool:
     return (data_set.num_classes, data_set.input_shape) == (10, (32, 32, 3))
 
 
-@pytest.mark.parametrize("how", ["files", "folder", "archive"])
-def test_unpacked_or_not(tmp_path, how):
+@pytest.mark.parametrize("how", ["files", "folder"])
+def test_files_and_their_folder(tmp_path, how):
     assert is_what_was_generated(load(write(tmp_path, how)))
-
-
-def test_an_archive_may_be_named_itself(tmp_path):
-    write(tmp_path, "archive")
-    assert is_what_was_generated(load(tmp_path / "cifar-10-binary.tar.gz"))
 
 
 BAD = {
@@ -85,17 +71,6 @@ def test_a_broken_batch_is_named(tmp_path, case):
         load(tmp_path)
     message = str(error.value)
     assert message.startswith(f"{path}: ") and problem in message and "\n" not in message
-
-
-@pytest.mark.parametrize("how", ["cut", "text", "flipped"])
-def test_a_broken_archive_is_named(tmp_path, how):
-    path = write(tmp_path, "archive") / "cifar-10-binary.tar.gz"
-    whole = path.read_bytes()
-    flipped = whole[:5000] + bytes([whole[5000] ^ 255]) + whole[5001:]
-    path.write_bytes({"cut": whole[: len(whole) // 2], "text": b"404 not found", "flipped": flipped}[how])
-    with pytest.raises(DataError) as error:
-        load(tmp_path)
-    assert str(error.value).startswith(f"{tmp_path}") and "\n" not in str(error.value)
 
 
 def test_what_is_missing_is_said(tmp_path):

@@ -1,7 +1,8 @@
-"""Rows of all kinds of files, on disk and behind a URL: errors that pass, and indices."""
+"""Rows of all kinds of files, on disk and behind a URL, with errors that pass."""
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import random
@@ -61,31 +62,30 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def store() -> Iterator[Any]:
-    """A store that fails at each request once: it raises, or its answer has less than it was asked for."""
+    """A store of which each file cannot be opened once."""
     fsspec = pytest.importorskip("fsspec")
     MemoryFileSystem = pytest.importorskip("fsspec.implementations.memory").MemoryFileSystem
 
     class Store(MemoryFileSystem):
         protocol, store, pseudo_dirs, cachable = ("odd",), {}, [""], False
-        requests, num_bytes, faults, error = 0, 0, True, None
-        asked: set[Any] = set()  # noqa: RUF012
+        requests, error = 0, None
+        asked: set[str] = set()  # noqa: RUF012
 
         @classmethod
         def _strip_protocol(cls, path: str) -> str:
             return super()._strip_protocol(path.replace("odd://", "memory://"))
 
-        def cat_file(self, path: str, start: int | None = None, end: int | None = None, **more: Any) -> bytes:
+        def open(self, path: str, mode: str = "rb", **more: Any) -> Any:
             Store.requests += 1
             if Store.error:
                 raise Store.error
             random.random()  # as a store's library that waits
-            is_fault = Store.faults and (path, start, end) not in Store.asked
-            Store.asked.add((path, start, end))
-            if is_fault and Store.requests % 2:
+            if mode != "rb":
+                return super().open(path, mode, **more)
+            if path not in Store.asked:
+                Store.asked.add(path)
                 raise OSError("slow down")
-            content = super().cat_file(path, start, end, **more)
-            Store.num_bytes += len(content)
-            return content[:-1] if is_fault else content
+            return io.BytesIO(super().open(path).getvalue())  # that of fsspec has one position for all threads
 
         @classmethod
         def upload(cls, folder: Path) -> None:
@@ -123,56 +123,6 @@ def test_files_behind_a_url_are_read_in_spite_of_errors_that_pass(kind: str, tmp
     with pytest.raises(DataError, match=r"^odd://.*cannot be read: the token has expired$"):
         Records("odd://rows", *COLUMNS[kind])
     assert store.requests <= NUM  # each file once
-
-
-def test_with_an_index_files_are_not_read_before_training(tmp_path: Path, store: Any) -> None:
-    kind = "tfrecord"
-    store.faults = False
-    folder = write(kind, tmp_path / "rows")
-    store.upload(folder)
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    Records("odd://rows", *COLUMNS[kind])
-    without = store.num_bytes
-    assert without > size
-    assert cli.main(["data", "index", "odd://rows"]) == 0
-    store.num_bytes = 0
-    assert passes("odd://rows", kind) == passes(folder, kind)
-    opened = store.num_bytes
-    store.num_bytes = 0
-    Records("odd://rows", *COLUMNS[kind])
-    assert store.num_bytes < without - size / 3 and store.num_bytes < opened
-    name = min(name for name in store.store if name.endswith(".idx"))  # of the first file, which is read when opened
-    right = store.store[name].getvalue()
-    checksum = RecordRows(Records("odd://rows", *COLUMNS[kind])).checksum()
-    store().rm(name)
-    assert RecordRows(Records("odd://rows", *COLUMNS[kind])).checksum() == checksum
-    for wrong in (b"0 7\n", b"nothing\n", right[:-9]):
-        store().pipe_file(name, wrong)
-        with pytest.raises(DataError, match="is not the index of this file"):
-            passes("odd://rows", kind)
-    assert cli.main(["data", "index", "odd://rows"]) == 0
-    assert store.store[name].getvalue() == right
-
-
-@pytest.mark.parametrize("num_rows", [5, 20])
-def test_the_index_of_another_version_of_a_file_is_not_believed(num_rows: int, tmp_path: Path, store: Any) -> None:
-    """With files of equal size, that has more rows or fewer."""
-    store.faults = False
-    paths = [tmp_path / str(number) for number in range(2)]
-    for path, rows in zip(paths, (10, num_rows), strict=True):
-        x = tf.train.Feature(bytes_list={"value": [bytes(71)]})
-        example = tf.train.Example(features=tf.train.Features(feature={"cls": x})).SerializeToString()
-        with tf.io.TFRecordWriter(str(path)) as writer:
-            for _ in range(rows):
-                writer.write(example if rows == 10 else bytes((len(example) + 16) * 10 // rows - 16))
-    content = [path.read_bytes() for path in paths]
-    size = max(map(len, content))
-    assert len(content[0]) == len(content[1]), [*map(len, content)]
-    store().pipe_file("/rows/part", content[1])
-    assert cli.main(["data", "index", "odd://rows"]) == 0
-    store().pipe_file("/rows/part", content[0].ljust(size, b"\0"))
-    with pytest.raises((DataError, tf.errors.OpError), match=r"is not the index of this file|cannot be read"):
-        list(Records("odd://rows/part", "cls").dataset(4))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "tfrecord"])
@@ -218,7 +168,7 @@ def test_data_are_shown_and_converted(kind: str, tmp_path: Path, capsys: pytest.
 
 def test_files_of_other_kinds_are_not_converted(tmp_path: Path) -> None:
     folder = write("parquet", tmp_path / "rows")
-    for words in (["index", str(folder)], ["show"], ["convert", str(folder)], ["show", str(tmp_path / "none")]):
+    for words in (["show"], ["convert", str(folder)], ["show", str(tmp_path / "none")]):
         assert cli.main(["data", *words]) == 2
 
 
@@ -295,14 +245,6 @@ def test_a_transform_that_fails_for_whole_batches_raises_its_own_error(tmp_path:
     folder = write("tfrecord", tmp_path / "rows")
     with pytest.raises(tf.errors.OpError, match="one row at a time"):
         list(Records(folder, "x", transform=transform).dataset(8))
-
-
-def test_a_record_that_begins_as_gzip_does_is_none(tmp_path: Path) -> None:
-    with tf.io.TFRecordWriter(str(tmp_path / "one")) as writer:
-        text = tf.train.Feature(bytes_list={"value": [bytes(0x8B1F - 23)]})
-        writer.write(tf.train.Example(features=tf.train.Features(feature={"x": text})).SerializeToString())
-    assert (tmp_path / "one").read_bytes()[:2] == b"\x1f\x8b"
-    assert len(Records(tmp_path / "one", "x")) == 1
 
 
 def write_texts(path: Path, lengths: list[int]) -> None:
