@@ -31,13 +31,10 @@ class BlockCache:
         read: Reads a block.
         max_bytes: Of all blocks, besides those that one call needs and the one that was started last.
         num_threads: That read.
-
-    Attributes:
-        num_read: Number of blocks that were read.
     """
 
     def __init__(self, read: Callable[[int], Values], max_bytes: int, num_threads: int = NUM_THREADS) -> None:
-        self.read, self.max_bytes, self.num_read = read, max_bytes, 0
+        self.read, self.max_bytes = read, max_bytes
         self._blocks: OrderedDict[int, Future[Values]] = OrderedDict()
         """the last one was started or used last"""
         self._sizes: dict[int, int] = {}
@@ -70,7 +67,6 @@ class BlockCache:
             future = self._blocks.get(number)
             if future is None or (future.done() and future.exception()):
                 self._blocks[number] = self._threads.submit(self.read, number)
-                self.num_read += 1
             self._blocks.move_to_end(number)
 
     def _drop(self, wanted: Iterable[int]) -> None:

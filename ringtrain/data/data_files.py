@@ -22,20 +22,6 @@ NUM_TRIES = 5
 """of a read from a store, besides those of its library"""
 FIRST_PAUSE_S = 0.5
 """after the first try; it doubles"""
-TAGS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "generation",
-    "blob_id",
-    "mtime",
-    "modificationTime",
-    "LastModified",
-    "Last-Modified",
-    "updated",
-    "created",
-)
-"""fields by which file systems tell that a file has changed"""
 IMAGES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp")
 """ends of the names of images"""
 NOTES = (".json", ".md", ".txt")
@@ -52,7 +38,7 @@ class DataFile(NamedTuple):
     size: int
     """bytes"""
     version: str
-    """changes with the content; "": a store that does not tell"""
+    """changes with the content"""
 
     @property
     def name(self) -> str:
@@ -101,9 +87,7 @@ def state_of(url: str) -> tuple[int, str]:
             return state.st_size, str(state.st_mtime_ns)
         store, path = store_of(url)
         store.invalidate_cache(path.rpartition("/")[0])  # ask the store again
-        found = store.info(path)
-        tags = [found.get(tag) for tag in TAGS]
-        return int(found["size"]), str(tags) if any(tags) else ""
+        return int(store.info(path)["size"]), str(store.ukey(path))
 
     return with_retries(read, url, f"{url}: cannot be read")
 

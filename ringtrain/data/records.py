@@ -31,8 +31,6 @@ LANES = (48, 24, 12, 6, 4, 3, 2, 1)
 """possible numbers of blocks that a batch has rows of; many numbers of ranks divide the larger ones"""
 AHEAD = 16
 """batches whose blocks are read before they are trained, if they fit into a quarter of the memory"""
-CALL_BYTES = 1 << 20
-"""of the batches that one call reads, about"""
 MEMORY_MB = 256
 MAX_THREADS = 4
 """batches that are transformed at once"""
@@ -107,18 +105,8 @@ class Records:
         sizes = [block.end - block.begin or block.num_rows for block in self.blocks]
         of_largest = num_bytes(values) * max(sizes) / sizes[0]
         self.lanes = next((number for number in LANES if 2 * number * of_largest <= max_bytes), 1)
-        self.cache = self._cache_of(max_bytes)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"cache": self.cache.max_bytes}  # of a copy: its own
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.cache = self._cache_of(state["cache"])
-
-    def _cache_of(self, max_bytes: int) -> BlockCache:
         is_remote = any(block.file.is_remote for block in self.blocks)
-        return BlockCache(weakly(self.block), max_bytes, REMOTE_READERS if is_remote else NUM_THREADS)
+        self.cache = BlockCache(weakly(self.block), max_bytes, REMOTE_READERS if is_remote else NUM_THREADS)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -277,27 +265,16 @@ class RecordRows(NumberedRows):
 
         records = self.records
         start = of_tensorflow(records.start)
-        num_rows = order.element_spec[1].shape[0]  # None: it differs
-        bytes_of_batch = records.bytes_of_row * batch_size
-        num_ahead = max(1, min(AHEAD, int(records.cache.max_bytes / 4 / bytes_of_batch)))
-        per_call = max(1, min(num_ahead, int(CALL_BYTES / bytes_of_batch)))  # batches: calls of Python are slow
+        num_ahead = max(1, min(AHEAD, int(records.cache.max_bytes / 4 / records.bytes_of_row / batch_size)))
 
-        def started(epoch: tf.Tensor, numbers: tf.Tensor, lengths: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            return epoch, tf.ensure_shape(tf.numpy_function(start, [numbers], tf.int64), [None]), lengths
+        def started(epoch: tf.Tensor, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            return epoch, tf.ensure_shape(tf.numpy_function(start, [numbers], tf.int64), numbers.shape)
 
-        def read(epoch: tf.Tensor, numbers: tf.Tensor, lengths: tf.Tensor) -> tf.data.Dataset:
+        def read(epoch: tf.Tensor, numbers: tf.Tensor) -> Any:
             draw = tf.zeros([0], tf.int64) if seed is None else tf.stack([tf.constant(seed, tf.int64), epoch])
-            values = [numbers, *self._values_of(numbers)]
-            ends = tf.cumsum(lengths)
+            return draw, numbers, records.nested(self._values_of(numbers))
 
-            def cut(begin: tf.Tensor, end: tf.Tensor) -> Any:
-                rows, *batch = [tf.ensure_shape(one[begin:end], [num_rows, *one.shape[1:]]) for one in values]
-                return draw, rows, records.nested(batch)
-
-            return tf.data.Dataset.from_tensor_slices((ends - lengths, ends)).map(cut)
-
-        groups = _grouped(order, per_call).map(started).prefetch(-(-num_ahead // per_call))
-        of_rows = groups.flat_map(read)
+        of_rows = order.map(started).prefetch(num_ahead).map(read)
         of_rows.record_rows = self  # as long as the dataset lives, so do they
         return of_rows
 
@@ -349,21 +326,6 @@ class RecordRows(NumberedRows):
         # Several at once, each of which is one batch: to decode images takes longer than to train with them.
         threads = min(cores.num_threads(tf.config.threading.get_intra_op_parallelism_threads()), MAX_THREADS)
         return of_rows.interleave(transformed, threads, num_parallel_calls=threads, deterministic=True)
-
-
-def _grouped(order: tf.data.Dataset, size: int) -> tf.data.Dataset:
-    """Groups of successive batches: their epoch, the numbers of all their rows, and of each batch how many."""
-    import tensorflow as tf
-
-    if order.element_spec[1].shape[0] is None:
-        ragged = order.ragged_batch(size)
-        return ragged.map(lambda epochs, rows: (epochs[0], rows.values, rows.row_lengths()))
-
-    def flat(epochs: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        num_batches, num_rows = tf.unstack(tf.shape(rows, tf.int64))
-        return epochs[0], tf.reshape(rows, [-1]), tf.fill([num_batches], num_rows)
-
-    return order.batch(size).map(flat)
 
 
 class _Passes(RowNumbers):
