@@ -12,7 +12,7 @@ tfrecord_files: TFRecords of any features
 blocks:         what is read of a file at once
 data_files:     files behind paths and URLs
 block_cache:    blocks in memory, read ahead
-python_calls:   functions that threads of tf.data call, also while the process ends; rows of large NumPy arrays
+python_calls:   functions that threads of tf.data call, also while the process ends
 parts:          a rank's parts of a batch, and the header of its rows
 streams:        batches of a tf.data.Dataset, PyDataset or generator, and a rank's rows of each
 from_rank_0:    batches that rank 0 sends to the other ranks

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.data import augment, python_calls, row_order
+from ringtrain.data import augment, row_order
 from ringtrain.data.dataset import Split, ahead, spaced
-from ringtrain.data.parts import Header, Parts, header_arrays
-from ringtrain.data.python_calls import of_tensorflow
-from ringtrain.data.row_order import Order, Unshuffled, order_within_batches
+from ringtrain.data.parts import Header, Parts
+from ringtrain.data.python_calls import of_tensorflow, tensors_of
+from ringtrain.data.row_order import Order, order_within_batches
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -23,6 +23,8 @@ ROWS_AT_ONCE = 1 << 14
 """rows of a rank whose numbers are made at once, at least those of one step"""
 ROWS_IN_LANES = 1 << 20
 """rows of all ranks, of whose lanes they are"""
+LARGE = 64 << 20
+"""bytes from which on an array is not copied by a pipeline; rows of a smaller copy take less time of the processor"""
 
 
 class NumberedRows(Split):
@@ -52,7 +54,7 @@ class NumberedRows(Split):
             return order_within_batches(len(self), global_batch_size, seed, epoch)
         if self.shuffle:
             return self._shuffled(global_batch_size, seed, epoch)
-        return Order(Unshuffled(len(self)), global_batch_size)
+        return Order(np.arange(len(self)), global_batch_size)
 
     def _shuffled(self, global_batch_size: int, seed: int, epoch: int) -> Order:
         raise NotImplementedError
@@ -91,11 +93,8 @@ class Arrays(NumberedRows):
         self.transform = transform
 
     def rows(self, begin: int, end: int) -> Any:
-        return self._numbered(np.arange(begin, end))
-
-    def _numbered(self, numbers: NDArray[np.int64]) -> Any:
-        batch = _rows_of(self._without_large(), numbers, python_calls.rows(self.large, numbers, _converted))
-        return self._transformed(batch, numbers, None)
+        numbers = np.arange(begin, end)
+        return self._transformed(_rows_of(self._without_large(), numbers, self._of_large(numbers)), numbers, None)
 
     def _transformed(self, batch: Any, numbers: Any, draw: Any) -> Any:
         return self.transform(batch, numbers, draw) if self.transform else batch
@@ -104,18 +103,16 @@ class Arrays(NumberedRows):
         """Checksum of all rows of NumPy arrays; of others and of files, of up to 256, evenly spaced."""
         checksum = len(self)
         for leaf in _flat(self.nest):
-            kind = ""
-            for part, numbers in _compared(leaf, len(self)):
-                sliceable = _sliceable(part, "numpy")
-                rows = np.asarray(sliceable.convert_to_numpy(sliceable[numbers]))
-                if rows.dtype.kind == "O":
-                    content = "\0".join(map(str, rows.flat)).encode()
-                else:
-                    content = rows.tobytes()
-                if not kind:
-                    kind = f"{rows.dtype}{rows.shape[1:]}"
-                    checksum = zlib.crc32(kind.encode(), checksum)
-                checksum = zlib.crc32(content, checksum)
+            if type(leaf) is np.ndarray:
+                rows = leaf[: len(self)]
+            else:
+                sliceable = _sliceable(leaf, "numpy")
+                rows = np.asarray(sliceable.convert_to_numpy(sliceable[spaced(len(self), 256)]))
+            checksum = zlib.crc32(f"{rows.dtype}{rows.shape}".encode(), checksum)
+            if rows.dtype.kind == "O":
+                checksum = zlib.crc32("\0".join(map(str, rows.flat)).encode(), checksum)
+            else:
+                checksum = zlib.crc32(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data, checksum)
         return checksum
 
     def _shuffled(self, global_batch_size: int, seed: int, epoch: int) -> Order:
@@ -125,11 +122,9 @@ class Arrays(NumberedRows):
         """Batches in the nest of the arrays; see `Split.batches`."""
         import tensorflow as tf
 
-        large = self.large
-
         def batch_of(one: Any, data: Any) -> Any:
             epoch, numbers = one
-            batch = _rows_of(data, numbers, python_calls.rows(large, numbers, _converted))
+            batch = _rows_of(data, numbers, self._of_large(numbers))
             return self._transformed(batch, numbers, augment.draw_of(seed, epoch))
 
         # An input of the function: a captured constant of this size would be slow.
@@ -137,17 +132,35 @@ class Arrays(NumberedRows):
         batches = pairs.map(tf.autograph.experimental.do_not_convert(batch_of))
         options = tf.data.Options()
         options.experimental_optimization.apply_default_optimizations = False  # they would copy the arrays
-        return batches.with_options(options)
+        batches = batches.with_options(options)
+        batches.arrays = self  # as long as the dataset lives, so do they
+        return batches
 
     @property
     def large(self) -> list[NDArray[Any]]:
-        return [leaf for leaf in _flat(self.nest) if python_calls.is_large(leaf)]
+        return [leaf for leaf in _flat(self.nest) if is_large(leaf)]
+
+    def large_rows(self, numbers: NDArray[np.int64]) -> list[NDArray[Any]]:
+        """Rows of large arrays, in the dtype to which Keras converts them."""
+        return [_sliceable(array[numbers], "tensorflow") for array in self.large]
+
+    def _of_large(self, numbers: Any) -> list[Any]:
+        """Tensors with the rows of large arrays."""
+        import tensorflow as tf
+
+        nothing = self.large_rows(np.zeros(0, np.int64))
+        if not nothing:
+            return []
+        found = tensors_of(self.large_rows, [numbers], [array.dtype for array in nothing])
+        return [
+            tf.ensure_shape(one, (*numbers.shape, *array.shape[1:])) for one, array in zip(found, nothing, strict=True)
+        ]
 
     def _without_large(self) -> Any:
         """The nest as tf.data takes it, in which large arrays have no rows."""
         import keras
 
-        nest = keras.tree.map_structure(lambda leaf: leaf[:0] if python_calls.is_large(leaf) else leaf, self.nest)
+        nest = keras.tree.map_structure(lambda leaf: leaf[:0] if is_large(leaf) else leaf, self.nest)
         return keras.tree.lists_to_tuples(_sliceable(nest, "tensorflow"))
 
 
@@ -305,11 +318,10 @@ class RowBatches:
         order = numbers.batches(numbers.num_own if is_fixed else None)
         batches = samples.batches(order, numbers.num_own, seed)
         if not self.is_even:
-            by_size = header_arrays(parts, numbers.sizes)
 
             def header(step: tf.Tensor) -> Header:
-                is_whole = step < numbers.num_whole
-                return Header(*(tf.where(is_whole, values[0], values[-1]) for values in by_size))
+                rows = tf.where(step < numbers.num_whole, global_batch_size, numbers.rest)
+                return parts.header(tf.cast(rows, tf.int64))
 
             batches = tf.data.Dataset.zip(numbers.steps().map(header), batches)
         self.dataset = ahead(batches)
@@ -324,16 +336,18 @@ class RowBatches:
         return self._iterator
 
 
+def is_large(array: Any) -> bool:
+    """Returns whether an array is so large that its rows are read where it is, instead of from a copy."""
+    if type(array) not in (np.ndarray, np.memmap) or array.nbytes < LARGE:
+        return False
+    # TensorFlow takes numbers of the processor's byte order alone.
+    return array.dtype.kind in "biufc" and array.dtype.isnative
+
+
 def _sliceable(nest: Any, target: str) -> Any:
     from keras.src.trainers.data_adapters import array_slicing
 
     return array_slicing.convert_to_sliceable(nest, target_backend=target)
-
-
-def _converted(rows: NDArray[Any]) -> NDArray[Any]:
-    """Rows in the dtype to which Keras converts their array."""
-    converted: NDArray[Any] = _sliceable(rows, "tensorflow")
-    return converted
 
 
 def _rows_of(nest: Any, numbers: Any, large: Sequence[Any]) -> Any:
@@ -360,19 +374,6 @@ def _rows_of(nest: Any, numbers: Any, large: Sequence[Any]) -> Any:
         return tf.gather(leaf, numbers, axis=0)
 
     return keras.tree.traverse(of_leaf, nest)
-
-
-def _compared(leaf: Any, num_rows: int) -> Iterator[tuple[Any, Any]]:
-    """Parts of the rows and their numbers in these for a checksum; only rows of such parts are converted."""
-    chosen = np.zeros(0, np.int64)
-    if num_rows:
-        chosen = spaced(num_rows, 256)
-    if type(leaf) is not np.ndarray:
-        yield (leaf[chosen], slice(None)) if python_calls.is_large(leaf) else (leaf, chosen)
-        return
-    step = max(1, python_calls.LARGE * num_rows // max(1, leaf.nbytes))
-    for begin in range(0, num_rows, step):
-        yield leaf[begin : begin + step], slice(None)
 
 
 def _flat(nest: Any) -> list[Any]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from ringtrain.data import row_order
 from ringtrain.errors import DataError
 
@@ -49,10 +47,6 @@ class Parts(NamedTuple):
         """First row of each part of a batch, and the row after its last one."""
         return [row_order.part_of(num_rows, number, self.num_parts) for number in self.numbers]
 
-    def shares(self, num_rows: int) -> list[float]:
-        """See `Header`."""
-        return [(end - begin) * self.num_parts / num_rows for begin, end in self.bounds(num_rows)]
-
     def places(self, num_rows: int) -> list[int]:
         """Places in a batch of this rank's rows; those of a part without rows are the first one's."""
         places: list[int] = []
@@ -73,10 +67,7 @@ class Parts(NamedTuple):
         if len(leaves) > 1:
             with tf.control_dependencies([self._checked([rows, *map(num_rows_of, leaves[1:])])]):
                 rows = tf.identity(rows)
-        bounds, shares = self._bounds(rows), []
-        for begin, end in bounds:
-            shares.append(tf.cast(end - begin, tf.float64) * self.num_parts / tf.cast(rows, tf.float64))
-        header = Header(tf.stack(shares), tf.stack(_num_read(bounds)), tf.cast(fingerprint(batch), tf.float64))
+        header = self.header(rows)._replace(fingerprint=tf.cast(fingerprint(batch), tf.float64))
 
         # Each tensor is divided by its own rows: a batch may have 16 of one kind and 4 of another.
         def part_of(leaf: Any) -> Any:
@@ -90,6 +81,15 @@ class Parts(NamedTuple):
 
         with tf.control_dependencies([rows]):
             return header, tf.nest.map_structure(part_of, batch)
+
+    def header(self, rows: tf.Tensor) -> Header:
+        """Header of a batch with this number of rows, int64 [], in a graph."""
+        import tensorflow as tf
+
+        bounds, shares = self._bounds(rows), []
+        for begin, end in bounds:
+            shares.append(tf.cast(end - begin, tf.float64) * self.num_parts / tf.cast(rows, tf.float64))
+        return Header(tf.stack(shares), tf.stack(_num_read(bounds)), tf.zeros([], tf.float64))
 
     def _bounds(self, rows: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """As `bounds`, of a number of rows in a graph, int64 []."""
@@ -170,13 +170,6 @@ def _joined(pieces: list[Any]) -> Any:
     if len(pieces) == 1:
         return pieces[0]
     return tf.sparse.concat(0, pieces) if isinstance(pieces[0], tf.SparseTensor) else tf.concat(pieces, 0)
-
-
-def header_arrays(parts: Parts, num_rows: Sequence[int]) -> Header:
-    """Headers of batches with these numbers of rows. Arrays with the batches first."""
-    shares = np.array([parts.shares(rows) for rows in num_rows], np.float64)
-    lengths = np.array([[max(1, end - begin) for begin, end in parts.bounds(rows)] for rows in num_rows], np.int64)
-    return Header(shares, lengths, np.zeros(len(num_rows)))
 
 
 def fingerprint(batch: Any) -> tf.Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+NUM_ORDERS = 64
+"""of blocks in memory, more than a batch has rows of"""
 
 
 def permutation(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -14,14 +17,11 @@ def permutation(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
-def part_of(num_samples: int, rank: int, size: int, whole: int = 1) -> tuple[int, int]:
-    """Returns start and end (exclusive) of a rank's part, which may be empty, split as by numpy.array_split.
-
-    `whole`: number of samples of which parts are multiples, as `num_samples` is.
-    """
-    each, more = divmod(num_samples // whole, size)
+def part_of(num_samples: int, rank: int, size: int) -> tuple[int, int]:
+    """Returns start and end (exclusive) of a rank's part, which may be empty, split as by numpy.array_split."""
+    each, more = divmod(num_samples, size)
     first = rank * each + min(rank, more)
-    return first * whole, (first + each + (rank < more)) * whole
+    return first, first + each + (rank < more)
 
 
 def evaluation_shard(num_samples: int, rank: int, size: int, whole: int = 1) -> range:
@@ -33,35 +33,14 @@ def evaluation_shard(num_samples: int, rank: int, size: int, whole: int = 1) -> 
     return range(begin * whole, min(end * whole, num_samples))
 
 
-class Line(Protocol):
-    """Numbers of rows, each once, in some order: an array, or an object that makes those of a slice."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, places: slice, /) -> NDArray[np.int64]: ...
-
-
-class Unshuffled:
-    """Line of the row numbers in ascending order."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._num_rows = num_rows
-
-    def __len__(self) -> int:
-        return self._num_rows
-
-    def __getitem__(self, places: slice, /) -> NDArray[np.int64]:
-        return np.arange(*places.indices(self._num_rows))
-
-
 class ShuffledBlocks:
-    """Line of blocks, each with its rows shuffled. In memory are the orders of the blocks that are read in part.
+    """Numbers of rows in blocks, each with its rows shuffled. In memory are the orders of the last blocks read.
 
     The order of a block's rows depends on seed, epoch and its number alone, so that any slice can be made by itself.
 
     Args:
         block_rows: Rows of each block. Row numbers count through the blocks.
-        blocks: Numbers of all blocks, as they come in the line.
+        blocks: Numbers of all blocks, in order.
     """
 
     def __init__(self, block_rows: NDArray[np.int64], blocks: NDArray[np.int64], seed: int, epoch: int) -> None:
@@ -69,8 +48,7 @@ class ShuffledBlocks:
         self._num_rows = block_rows[blocks]
         self._first_rows = (np.cumsum(block_rows) - block_rows)[blocks]
         self._ends = np.cumsum(self._num_rows)
-        self._in_part: dict[int, NDArray[np.uint32]] = {}
-        """orders of blocks by their index in the line"""
+        self._order_of_block = functools.lru_cache(NUM_ORDERS)(self._made_order)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -89,15 +67,10 @@ class ShuffledBlocks:
         """Rows of a block at the places of the line from `begin` up to `end`, which may be after its own."""
         block_end = int(self._ends[index])
         block_begin = block_end - int(self._num_rows[index])
-        order = self._in_part.pop(index, None)
-        if order is None:
-            order = self._order_of_block(index)
-        if end < block_end:
-            self._in_part[index] = order  # the next slice of this lane begins here
-        rows = order[begin - block_begin : end - block_begin]
+        rows = self._order_of_block(index)[begin - block_begin : end - block_begin]
         return rows.astype(np.int64) + self._first_rows[index]
 
-    def _order_of_block(self, index: int) -> NDArray[np.uint32]:
+    def _made_order(self, index: int) -> NDArray[np.uint32]:
         num_rows = int(self._num_rows[index])
         if num_rows == 1:  # an image: a generator takes longer than all else
             return np.zeros(1, np.uint32)
@@ -117,7 +90,7 @@ class Order:
         num_steps: Number of batches.
     """
 
-    def __init__(self, line: Line, global_batch_size: int, num_lanes: int = 1) -> None:
+    def __init__(self, line: ShuffledBlocks | NDArray[np.int64], global_batch_size: int, num_lanes: int = 1) -> None:
         self._line, self._batch_size = line, global_batch_size
         self.num_whole = len(line) // global_batch_size
         self.num_steps = -(-len(line) // global_batch_size)

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from ringtrain.data.parts import Parts
 from ringtrain.data.row_order import (
+    NUM_ORDERS,
     Order,
     ShuffledBlocks,
-    Unshuffled,
     evaluation_shard,
     lane_order,
     order_within_batches,
@@ -84,7 +84,7 @@ def test_blocks_that_draw_from_one_generator_depend_on_the_steps_before(monkeypa
 
     arguments: tuple[Any, ...] = [40] * 6, 1, 32, 5, 0
     assert np.array_equal(lane_order(*arguments).batch(5), whole(lane_order(*arguments))[160:192])
-    monkeypatch.setattr(ShuffledBlocks, "_order_of_block", order_of_block)
+    monkeypatch.setattr(ShuffledBlocks, "_made_order", order_of_block)
     rows = whole(lane_order(*arguments))
     assert sorted(rows) == list(range(240))
     assert not np.array_equal(lane_order(*arguments).batch(5), rows[160:192])
@@ -118,18 +118,19 @@ def test_a_rank_reads_the_blocks_of_its_lanes(size: int) -> None:
 
 @pytest.mark.parametrize("num_places", [8, 32])
 def test_the_orders_of_a_few_blocks_are_in_memory(num_places: int) -> None:
-    """One per lane that a rank reads, from any step on, although there are 400 blocks."""
+    """Each is made once, although there are 400 blocks."""
     num_lanes, batch = 8, 32
     order = lane_order([50] * 400, num_lanes, batch, 0, 0)
-    for step in range(100, order.num_whole):
+    for step in range(order.num_whole):
         order.rows(step, step + 1, range(num_places))
-        assert len(order._line._in_part) <= num_lanes * num_places // batch  # type: ignore[attr-defined]
+    found = order._line._order_of_block.cache_info()  # type: ignore[union-attr]
+    assert found.currsize == NUM_ORDERS and found.misses <= 400 * num_places // batch + num_lanes
 
 
 @given(st.integers(1, 200), st.integers(1, 50), SEEDS)
 def test_an_order_within_batches_keeps_the_batches(num_rows: int, batch: int, seed: int) -> None:
     order = order_within_batches(num_rows, batch, seed, 3)
-    in_order = Order(Unshuffled(num_rows), batch)
+    in_order = Order(np.arange(num_rows), batch)
     assert order.num_steps == in_order.num_steps
     for step in reversed(range(order.num_steps)):
         begin = step * batch
