@@ -145,7 +145,7 @@ MUTANTS = (
     ),
     Mutant(
         *("rows of a block that depend on the steps before", "data/row_order.py"),
-        *("int(self._blocks[index]) + 1]", "len(self._in_part)]"),
+        *("int(self._blocks[index]) + 1]", "self._order_of_block.cache_info().misses]"),
         f"{UNIT}/test_row_order.py::test_any_steps_are_those_of_the_whole_order",
     ),
     Mutant(
