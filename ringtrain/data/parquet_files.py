@@ -29,12 +29,12 @@ class ParquetFiles:
     A column may be a field of another one (`image.bytes`).
 
     Args:
-        columns: Names of columns; None: all.
+        columns: Names of columns.
     """
 
     kind = "Parquet"
 
-    def __init__(self, files: Sequence[DataFile], columns: Sequence[str] | None) -> None:
+    def __init__(self, files: Sequence[DataFile], columns: Sequence[str]) -> None:
         try:
             import pyarrow  # noqa: F401
         except ImportError as error:
@@ -48,16 +48,12 @@ class ParquetFiles:
                 num_rows = metadata.row_group(number).num_rows
                 if num_rows:
                     self.blocks.append(Block(file, number, num_rows))
-        types = {file: _types_of(metadata) for file, metadata in self._metadata.items()}
-        self._types = types[files[0]]
-        self.columns = list(self._types if columns is None else columns)
-        for file, of_file in types.items():
-            for name in self.columns:
-                if name not in of_file:
-                    raise DataError(f"{file}: has no column {name}: it has {', '.join(of_file)}")
-
-    def types(self) -> dict[str, str]:
-        return {name: str(kind) for name, kind in self._types.items()}
+        self.columns = columns
+        for file, metadata in self._metadata.items():
+            names = _flat(metadata.schema.to_arrow_schema().empty_table()).column_names
+            missing = [name for name in columns if name not in names]
+            if missing:
+                raise DataError(f"{file}: has no column {missing[0]}: it has {', '.join(names)}")
 
     def checksum(self) -> int:
         """Checksum of the checksums of the files."""
@@ -88,12 +84,6 @@ def _opened(file: DataFile) -> tuple[Any, int]:
         return metadata, zlib.crc32(opened.read())
 
     return data_files.read_file(file, read, f"{file}: cannot be read as Parquet")
-
-
-def _types_of(metadata: Any) -> dict[str, Any]:
-    """Types of the columns of a file by name; in place of a column with fields, theirs."""
-    schema = _flat(metadata.schema.to_arrow_schema().empty_table()).schema
-    return dict(zip(schema.names, schema.types, strict=True))
 
 
 def _flat(table: Any) -> Any:

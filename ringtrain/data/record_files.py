@@ -17,28 +17,25 @@ from ringtrain.errors import DataError
 
 PARQUET = b"PAR1"
 """first bytes of its files"""
-TYPES = {"image": "encoded image", "class": "int64", "path": "text"}
-MAX_NAMES = 5
-"""classes that are listed"""
+COLUMNS = ("image", "class", "path")
 
 
 class ClassFolders:
     """Images with their class, which is the place of their folder among the names of all; a block is one image.
 
     Args:
-        columns: Of TYPES; None: all.
+        columns: Of COLUMNS.
         class_names: Names of all folders, in order. None: those of the images, sorted.
     """
 
     kind = "images"
 
     def __init__(
-        self, files: Sequence[DataFile], columns: Sequence[str] | None, class_names: Sequence[str] | None = None
+        self, files: Sequence[DataFile], columns: Sequence[str], class_names: Sequence[str] | None = None
     ) -> None:
-        columns = list(TYPES) if columns is None else columns
-        missing = [name for name in columns if name not in TYPES]
+        missing = [name for name in columns if name not in COLUMNS]
         if missing:
-            raise DataError(f"{files[0]}: is an image, which has no column {missing[0]}: expected {', '.join(TYPES)}")
+            raise DataError(f"{files[0]}: is an image, which has no column {missing[0]}: expected {', '.join(COLUMNS)}")
         self.columns = columns
         self.class_names = list(class_names or sorted({file.folder_name for file in files}))
         self._classes = {name: number for number, name in enumerate(self.class_names)}
@@ -46,11 +43,6 @@ class ClassFolders:
         if other:
             raise DataError(f"{other}: is in none of the folders {', '.join(self.class_names)}")
         self.blocks = [Block(file, 0, 1, 0, file.size) for file in files]
-
-    def types(self) -> dict[str, str]:
-        names = ", ".join(self.class_names[:MAX_NAMES])
-        more = ", ..." if len(self.class_names) > MAX_NAMES else ""
-        return {**TYPES, "class": f"int64 ({names}{more})"}
 
     def checksum(self) -> int:
         """Checksum of the files' sizes and classes."""
@@ -72,11 +64,11 @@ Files = ParquetFiles | TFRecordFiles | ClassFolders
 
 def opened(
     files: Sequence[DataFile],
-    columns: Sequence[str] | None,
+    columns: Sequence[str],
     features: Mapping[str, Any] | None = None,
     class_names: Sequence[str] | None = None,
 ) -> Files:
-    """Opens files of one kind. `columns` None: with all their columns.
+    """Opens files of one kind.
 
     Raises:
         DataError: They cannot be read, are of several kinds, or have no rows.

@@ -28,15 +28,13 @@ class TFRecordFiles:
     """Features of examples, in blocks of successive rows.
 
     Args:
-        columns: Names of features; None: all.
+        columns: Names of features.
         features: As for `tf.io.parse_example`; None: those of the first record.
     """
 
     kind = "TFRecord"
 
-    def __init__(
-        self, files: Sequence[DataFile], columns: Sequence[str] | None, features: Mapping[str, Any] | None
-    ) -> None:
+    def __init__(self, files: Sequence[DataFile], columns: Sequence[str], features: Mapping[str, Any] | None) -> None:
         import tensorflow as tf
 
         found = data_files.of_each(_scanned, [file for file in files if file.size])
@@ -44,12 +42,11 @@ class TFRecordFiles:
         self.blocks = [block for file, (_, starts) in found.items() for block in blocks_of(file, starts)]
         if not self.blocks:
             return
-        self._known = dict(features) if features else self._features()
-        columns = sorted(self._known) if columns is None else columns
-        missing = [name for name in columns if name not in self._known]
+        known = dict(features) if features else self._features()
+        missing = [name for name in columns if name not in known]
         if missing:
-            raise DataError(f"{files[0]}: has no feature {missing[0]}: it has {', '.join(sorted(self._known))}")
-        self.features = {name: self._known[name] for name in columns}
+            raise DataError(f"{files[0]}: has no feature {missing[0]}: it has {', '.join(sorted(known))}")
+        self.features = {name: known[name] for name in columns}
         for name, feature in self.features.items():
             if not isinstance(feature, tf.io.FixedLenFeature):
                 raise DataError(f"ringtrain.Records: feature {name} is {feature}, expected a FixedLenFeature")
@@ -57,14 +54,6 @@ class TFRecordFiles:
     def checksum(self) -> int:
         """Checksum of the checksums of records."""
         return zlib.crc32(str(self._checksums).encode())
-
-    def types(self) -> dict[str, str]:
-        types = {}
-        for name, feature in sorted(self._known.items()):
-            types[name] = feature.dtype.name
-            if feature.shape:
-                types[name] += f" {list(feature.shape)}"
-        return types
 
     def read(self, block: Block) -> Columns:
         import tensorflow as tf

@@ -16,7 +16,6 @@ prove_seeded:    starts a script with a seed
 sweep:           ringtrain sweep
 sweep_space:     what it tries, and what Optuna keeps
 sweep_trials:    the trials on their slots
-files:           ringtrain data show and convert
 runs:            ringtrain runs; reads a run's folder, also of a killed run
 postmortem:      exit causes, by all ranks' journals
 report:          ringtrain report

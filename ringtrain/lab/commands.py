@@ -69,19 +69,6 @@ def _imported(function: str) -> tuple[Callable[..., int], Any]:
     return call, get_type_hints(call)["options"]
 
 
-DATA = {
-    "show": plain(
-        "files:show",
-        "say what is in files",
-        "Prints numbers of files, blocks and rows, the columns and the first rows of Parquet, TFRecord"
-        " files, or of folders of images, on disk or behind a URL.",
-    ),
-    "convert": plain(
-        "files:convert",
-        "write the rows of files as Parquet",
-        "Writes the rows of TFRecord, Parquet or image files as one Parquet file with checksums.",
-    ),
-}
 BENCHES = {
     "allreduce": on_ranks(
         "bench_allreduce:main",
@@ -130,6 +117,5 @@ COMMANDS = {
         " it is started as it is.",
         "prove -np N [options] -- COMMAND",
     ),
-    "data": Command("look at files of rows, or convert them", kinds=lambda: DATA),
 }
 """commands of the lab by name, in the order of the help"""

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain import cli
 from ringtrain.data import FitArguments, blocks, data_files, inputs
 from ringtrain.data.records import RecordRows, Records
 from ringtrain.errors import DataError
@@ -142,36 +141,6 @@ def test_damaged_blocks_and_files_that_have_changed_are_named(kind: str, seed: i
         list(Records(folder, *COLUMNS[kind]).dataset(16, seed))
 
 
-@pytest.mark.parametrize("kind", COLUMNS)
-def test_data_are_shown_and_converted(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("pyarrow")
-    folder = write(kind, tmp_path / "rows")
-    assert cli.main(["data", "show", str(folder), "--check"]) == 0
-    assert COLUMNS[kind][0] in capsys.readouterr().out
-    for seed in ([], ["--seed", "1"]):
-        target = tmp_path / f"parquet{len(seed)}"
-        words = ["data", "convert", str(folder), "--to", str(target), *seed]
-        assert cli.main(words) == 0
-        assert cli.main(words) == 2  # it exists
-        inputs, target_column = COLUMNS[kind]
-        rows = [
-            [
-                (str(x), int(y))
-                for batch in Records(files, inputs, target_column).dataset(60)
-                for x, y in zip(*batch, strict=True)
-            ]
-            for files in (folder, target)
-        ]
-        assert sorted(rows[0]) == sorted(rows[1])
-        assert (rows[0] == rows[1]) == (not seed)
-
-
-def test_files_of_other_kinds_are_not_converted(tmp_path: Path) -> None:
-    folder = write("parquet", tmp_path / "rows")
-    for words in (["show"], ["convert", str(folder)], ["show", str(tmp_path / "none")]):
-        assert cli.main(["data", *words]) == 2
-
-
 def test_files_of_a_folder_or_pattern_count_once(tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     (tmp_path / "rows" / "sub").mkdir(parents=True)
@@ -209,14 +178,12 @@ def test_classes_of_folders_have_names(tmp_path: Path) -> None:
     assert len(inputs(FitArguments(x=rows, validation_data=held_out), 4)[1]) == NUM // 3
 
 
-def test_images_that_cannot_be_decoded_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Where the transform decodes them, and by `ringtrain data show --check`."""
+def test_images_that_cannot_be_decoded_are_named(tmp_path: Path) -> None:
     good = tf.io.encode_png(np.arange(48, dtype=np.uint8).reshape(4, 4, 3)).numpy()
     for number in range(12):
         path = tmp_path / "rows" / f"class-{number % 2}" / f"{number:02}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes({3: b"", 8: good[:40]}.get(number, good))
-    bad = ["08.png", "03.png"]
 
     def transform(images: Any, labels: Any) -> Any:
         return tf.map_fn(tf.io.decode_png, images, fn_output_signature=tf.uint8), labels
@@ -225,16 +192,6 @@ def test_images_that_cannot_be_decoded_are_named(tmp_path: Path, capfd: pytest.C
     for seed, batch_size in ((None, 1), (3, 4)):
         with pytest.raises(tf.errors.OpError, match=r"(08|03).png: transform fails: "):
             list(rows.dataset(batch_size, seed))
-    capfd.readouterr()
-    assert cli.main(["data", "show", str(tmp_path / "rows"), "--check"]) == 2
-    shown = capfd.readouterr()
-    assert [line.partition(": ")[0][-6:] for line in shown.out.splitlines()] == bad
-    assert "2 of 12 blocks cannot be read" in shown.err
-    for name in bad:
-        for path in tmp_path.rglob(name):
-            path.unlink()
-    assert cli.main(["data", "show", str(tmp_path / "rows"), "--check"]) == 0
-    assert "all 10 blocks can be read" in capfd.readouterr().out
 
 
 def test_a_transform_that_fails_for_whole_batches_raises_its_own_error(tmp_path: Path) -> None:
