@@ -111,23 +111,18 @@ class StreamOfRank0(Stream):
 
 
 def read_on_rank_0(read: Callable[[], Any]) -> Any:
-    """Returns on every rank what `read` returns on rank 0; raises DataError on every rank if it fails. Collective."""
+    """Returns on every rank what `read` returns on rank 0; raises an error on every rank if it fails. Collective."""
     from ringtrain import hvd
 
-    result, failure = None, ""
-    if hvd.rank() == 0:
+    def tried() -> Any:
         try:
-            result = read()
+            return read()
+        except RingtrainError:
+            raise
         except Exception as error:
-            if isinstance(error, RingtrainError):
-                said = str(error)
-            else:
-                said = f"{type(error).__name__}: {error}"
-            failure = f"rank 0 cannot read its batches: {said}"
-    result, failure = hvd.broadcast_object((result, failure), root_rank=0, name="ringtrain_of_rank_0")
-    if failure:
-        raise DataError(failure)
-    return result
+            raise DataError(f"cannot read its batches: {type(error).__name__}: {error}") from error
+
+    return hvd.on_rank_0(tried)
 
 
 def leaves(batch: Any) -> list[Any]:

@@ -832,7 +832,7 @@ def _pipeline(draw: Draw, given: str, arguments: list[str]) -> tuple[list[str], 
 def _validation(draw: Draw, lines: list[str], data: str) -> list[str]:
     """Arguments of `fit` on held-out data; `lines` stand before the call."""
     unshuffled = ("arrays", "tf.data", "split", "PyDataset", "generator", "taken", "repeated", "filtered")
-    kind = draw("validation", "", *unshuffled, "PyDataset", "shuffled", "shuffled", "shuffled", often=3)
+    kind = draw("validation", "", *unshuffled, "PyDataset", "Records", "shuffled", "shuffled", "shuffled", often=3)
     given = _given(draw) if draw.flag("weighted validation", often=1) else "(x, y)"
     held_out = f"tf.data.Dataset.from_tensor_slices({given})"
     arguments = [f"validation_data={held_out}.take(7).batch(3)"]
@@ -852,6 +852,10 @@ def _validation(draw: Draw, lines: list[str], data: str) -> list[str]:
     elif kind == "PyDataset":
         lines += _py_dataset(draw) * (not data.startswith("Batches"))
         arguments = [f"validation_data=Batches(*{given})"]
+    elif kind == "Records" and draw.words["task"] in ("numbers", "flags") and given == "(x, y)":
+        lines += [*RECORDS] * (not data.startswith("records"))
+        arguments = ["validation_data=records if fit is not keras.Model.fit else records.dataset(3)"]
+        arguments += ["**({'validation_batch_size': 3} if fit is not keras.Model.fit else {})"]
     elif kind == "generator":
         lines += [*GENERATOR] * (not data.startswith("batches"))
         arguments = [f"validation_data=batches(*{given})", "validation_steps=2"]

@@ -8,7 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from fit_alike import X, Y, compiled, dense, refused
+from fit_alike import OUTPUT, X, Y, compiled, dense, refused
+from only import only
 
 import ringtrain
 from ringtrain import hvd
@@ -80,6 +81,30 @@ def evaluation_of_what_only_ranks_have() -> None:
             assert "broken file" in str(error), error
         else:
             raise AssertionError("an error of one rank was not raised on all")
+
+
+@only(np=2)
+def evaluation_of_rows_that_share_a_shuffle() -> None:
+    """With the training data, after a fit; also where rank 0 alone has read them, for a cache in a file."""
+
+    def pipelines(file: str) -> tuple[tf.data.Dataset, tf.data.Dataset]:
+        both = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(100, seed=4)
+        train = both.skip(30)
+        if file:
+            train = train.cache(str(OUTPUT / f"{file}-{hvd.rank()}"))
+        return train.batch(16), both.take(30).batch(16)
+
+    for is_cached in (False, True):
+        ours, reference = (compiled(dense(), metrics=["mae"]) for _ in range(2))
+        train, held_out = pipelines("ours" * is_cached)
+        ringtrain.fit(ours, train, epochs=2, verbose=0, validation_data=held_out)
+        logs = [ringtrain.evaluate(ours, held_out, verbose=0, return_dict=True) for _ in range(2)]
+        train, held_out = pipelines("reference" * is_cached)
+        reference.fit(train, epochs=2, verbose=0, validation_data=held_out)
+        for of_ranks in logs:
+            for name, value in reference.evaluate(held_out, verbose=0, return_dict=True).items():
+                np.testing.assert_allclose(of_ranks[name], value, rtol=1e-6, err_msg=name)
+        assert logs[0] != logs[1], "each evaluation has other rows"
 
 
 class OwnOutputs(keras.Model):
