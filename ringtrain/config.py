@@ -47,8 +47,7 @@ class DataConfig:
     """digits, fashion-mnist, mnist, cifar10, npz, image-folder, imagenet-tfrecords, records, synthetic, spark, or
     module:function"""
     dir: Annotated[str, needs_other("data.name", "digits", "spark", "synthetic")] = ""
-    """folder with the data's files; empty: fashion-mnist and mnist look in Debian's folder, else Keras
-    downloads them"""
+    """folder with the data's files; empty: fashion-mnist and mnist look in Debian's folder"""
     file: Annotated[str, needs("data.name", "npz")] = ""
     """file that npz reads; empty: the only one in dir"""
     url: Annotated[tuple[str, ...], needs("data.name", "records")] = ()

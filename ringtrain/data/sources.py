@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import gzip
 import math
-import os
 import re
 import struct
 import zipfile
@@ -55,40 +53,24 @@ def digits(config: DataConfig) -> DataSet:
     return checked(config.name, (train_x, train_y), (test_x, test_y))
 
 
-def mnist_like(config: DataConfig, keras_name: str) -> DataSet:
+def mnist_like(config: DataConfig) -> DataSet:
     """Reads 60000 training and 10000 test images of 28x28 pixels from four IDX files. Raises DataError.
 
-    They are read from data.dir, by default from the folder of Debian's package if it exists, else downloaded by Keras.
+    They are read from data.dir, by default from the folder of Debian's package.
     """
     folder = Path(config.dir) if config.dir else DEBIAN_FOLDER / config.name
     if not config.dir and not folder.exists():
-        return _keras_download(config, keras_name)
+        of_keras = f"keras.datasets.{config.name.replace('-', '_')}"
+        raise DataError(
+            f"{config.name}: not on this host: give the directory of its four IDX files with --data.dir, or download it"
+            f" by {of_keras}.load_data() and use --data.name {of_keras}:load_data"
+        )
 
     def split(part: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         images = read_idx(find_idx(folder, f"{part}-images-idx3-ubyte"), num_dimensions=3)
         return images, read_idx(find_idx(folder, f"{part}-labels-idx1-ubyte"), num_dimensions=1)
 
     return checked(f"{config.name} in {folder}", split("train"), split("t10k"), num_classes=10)
-
-
-def _keras_download(config: DataConfig, keras_name: str) -> DataSet:
-    import keras
-
-    cache = Path(os.environ.get("KERAS_HOME", Path.home() / ".keras"))
-    cache.mkdir(parents=True, exist_ok=True)
-    try:
-        with (cache / f"ringtrain-{keras_name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one rank downloads, the others use its files
-            train, test = getattr(keras.datasets, keras_name).load_data()
-    except Exception as error:  # Keras raises any error of its downloader, even a bare Exception
-        package = ""
-        if config.name == "fashion-mnist":
-            package = ", or install dataset-fashion-mnist"
-        raise DataError(
-            f"{config.name}: not on this host, and the download failed ({error}): give the directory of its"
-            f" four IDX files with --data.dir{package}"
-        ) from error
-    return checked(config.name, train, test)
 
 
 def npz(config: DataConfig) -> DataSet:
@@ -288,10 +270,10 @@ def _images(config: DataConfig, train: Records, test: Records, num_classes: int,
 DATASETS: dict[str, Callable[[DataConfig], DataSet | FitArguments]] = {
     "cifar10": cifar10,
     "digits": digits,
-    "fashion-mnist": functools.partial(mnist_like, keras_name="fashion_mnist"),
+    "fashion-mnist": mnist_like,
     "image-folder": image_folder,
     "imagenet-tfrecords": imagenet_tfrecords,
-    "mnist": functools.partial(mnist_like, keras_name="mnist"),
+    "mnist": mnist_like,
     "npz": npz,
     "records": records,
     "spark": spark,

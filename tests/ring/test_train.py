@@ -222,16 +222,6 @@ def test_bad_input_is_one_line_and_exit_code_2_and_nothing_is_written(case, tmp_
     assert files_in(tmp_path) == before and not (tmp_path / "runs").exists()
 
 
-def test_no_network_is_said_with_what_to_do(tmp_path):
-    nowhere = {"https_proxy": "http://127.0.0.1:9", "KERAS_HOME": str(tmp_path), "HOME": str(tmp_path)}
-    options = ["--data.name", "mnist", "--run.directory", tmp_path / "runs"]
-    ended = launching.run(2, [*TRAIN, *options], timeout_s=TIMEOUT_S, env=nowhere)
-    assert ended.returncode == 2
-    (line,) = (line for line in said(ended, "stderr") if line.strip())
-    assert line.startswith("ringtrain: mnist: not on this host, and the download failed (")
-    assert "--data.dir" in line and not (tmp_path / "runs").exists()
-
-
 BY_RANK = """
 import os, sys
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
