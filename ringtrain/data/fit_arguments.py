@@ -145,10 +145,8 @@ def _kind(result: Any) -> str:
 def is_batches(x: Any) -> bool:
     import keras
     import tensorflow as tf
-    from keras.src.trainers.data_adapters import is_grain_dataset, is_torch_dataloader
 
-    kinds = tf.data.Dataset | keras.utils.PyDataset | GeneratorType | FromRank0 | Records
-    return isinstance(x, kinds) or is_grain_dataset(x) or is_torch_dataloader(x)
+    return isinstance(x, tf.data.Dataset | keras.utils.PyDataset | GeneratorType | FromRank0 | Records)
 
 
 def is_nest(part: Any) -> bool:

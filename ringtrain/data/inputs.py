@@ -308,14 +308,7 @@ def _stream(
     """Stream of a dataset, PyDataset or generator; None for others."""
     import keras
     import tensorflow as tf
-    from keras.src.trainers.data_adapters import (
-        generator_data_adapter,
-        get_data_adapter,
-        is_grain_dataset,
-        is_torch_dataloader,
-        py_dataset_adapter,
-        tf_dataset_adapter,
-    )
+    from keras.src.trainers.data_adapters import generator_data_adapter, py_dataset_adapter, tf_dataset_adapter
 
     from ringtrain import hvd
 
@@ -334,17 +327,6 @@ def _stream(
             raise DataError("ringtrain.fit: got class_weight with a generator: let it yield (x, y, sample_weight)")
         adapter = generator_data_adapter.GeneratorDataAdapter(x)
         return Stream("generator", adapter.get_tf_dataset(), steps, epochs, num_rows(adapter._first_batches[0]))
-    if is_torch_dataloader(x) or is_grain_dataset(x):
-        kind = "torch DataLoader" if is_torch_dataloader(x) else "grain"
-        if class_weight:
-            raise DataError(f"ringtrain.fit: got class_weight with a {kind}: let it yield (x, y, sample_weight)")
-        loader = get_data_adapter(x)
-        dataset = loader.get_tf_dataset()
-        if loader.num_batches is not None:
-            dataset = dataset.apply(tf.data.experimental.assert_cardinality(loader.num_batches))
-        stream = Stream(kind, dataset.take(take) if take else dataset, steps, epochs, loader.batch_size or 1)
-        stream.advice = f"give the {kind} the same seed on all ranks, or pass ringtrain.from_rank_0(loader)"
-        return stream
     if not isinstance(x, keras.utils.PyDataset):
         return None
     if x.num_batches is None:

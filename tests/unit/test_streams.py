@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -307,42 +305,6 @@ def test_nothing_reads_on_after_training(tmp_path: Path) -> None:
         assert len(history.epoch) == 3 and num_iterators() == before
     finally:
         gc.enable()
-
-
-class Tensor(np.ndarray):
-    """Stands for torch's."""
-
-    def cpu(self) -> np.ndarray:
-        return np.asarray(self)
-
-
-class DataLoader:
-    """Stands for torch's, which Keras knows by its name and module."""
-
-    batch_size, dataset = 32, X
-
-    def __len__(self) -> int:
-        return 4
-
-    def __iter__(self) -> Any:
-        parts = [np.split(rows.astype("float32"), range(32, 100, 32)) for rows in (X, Y)]
-        return iter([tuple(part.view(Tensor) for part in pair) for pair in zip(*parts, strict=True)])
-
-
-DataLoader.__module__ = "torch.utils.data.dataloader"
-
-
-def test_a_data_loader_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = types.ModuleType("torch")
-    torch.utils = types.SimpleNamespace(data=types.SimpleNamespace(DataLoader=DataLoader))
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    stream = _stream(DataLoader())
-    assert (stream.kind, stream.num_batches, stream.batch_size) == ("torch DataLoader", 4, 32)
-    ours, reference = _model(), _model()
-    history = _fit(ours, tmp_path, x=DataLoader(), validation_data=DataLoader())
-    expected = reference.fit(DataLoader(), epochs=3, verbose=0, validation_data=DataLoader())
-    for metric, values in expected.history.items():
-        np.testing.assert_allclose(history.history[metric], values, rtol=1e-6)
 
 
 def test_arguments_that_arrays_have(tmp_path: Path) -> None:
