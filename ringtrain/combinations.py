@@ -17,7 +17,6 @@ _HOROVOD = (
     "hvd.fusion_mb",
     "hvd.cycle_time_ms",
     "hvd.groups",
-    "tracking.timeline_steps",
     "hvd.merge_rows",
     "train.virtual_ranks",
 )
@@ -40,7 +39,6 @@ NOT_TOGETHER: Mapping[str, tuple[str, ...]] = {
         "hvd.compression powersgd",
         "model.split",
         "optimizer.accumulation_steps",
-        "tracking.timeline_steps",
     ),
     # Bits would depend on the number of ranks.
     "train.virtual_ranks": (
@@ -49,7 +47,6 @@ NOT_TOGETHER: Mapping[str, tuple[str, ...]] = {
         "hvd.groups",
         "data.name spark",
         "train.jit",
-        "tracking.timeline_steps",
         "model.split",
         "model.micro_batches",
         "model.sync_batch_norm",

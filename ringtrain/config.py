@@ -218,8 +218,6 @@ class TrackingConfig:
 
     every_steps: Annotated[int, AT_LEAST_0] = 100
     """steps between two records of loss and gradient norm in steps.jsonl and TensorBoard; 0: none"""
-    timeline_steps: Annotated[int, AT_LEAST_0] = 0
-    """number of steps of all ranks that are recorded in timeline.json; 0: none"""
 
 
 @dataclass(frozen=True)

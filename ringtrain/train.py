@@ -89,8 +89,8 @@ def train(config: Config) -> dict[str, Any]:
 
     Every rank calls it, with the same configuration. It can be called many times in one process, with one exception:
     what a process fixes when it starts. These are its devices, the strategy's transport (ring; mpi-ring, towers and the
-    others), Horovod's settings (hvd.fusion_mb, hvd.cycle_time_ms, hvd.deterministic) and its timeline; another value
-    raises. Layer names are counted from one again for each call.
+    others) and Horovod's settings (hvd.fusion_mb, hvd.cycle_time_ms, hvd.deterministic); another value raises. Layer
+    names are counted from one again for each call.
 
     Args:
         config: for example `config_io.read(["--config", "configs/digits.toml"])`.
@@ -172,12 +172,9 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
             "a run was started in another thread than the main one, which gets the signals that save and end a run:"
             " start it there"
         )
-    # Horovod reads its settings once, when it starts; a timeline in them becomes the run's, which begins later.
+    # Horovod reads its settings once, when it starts.
     hvd.configure(config.hvd)
     hvd.elastic.listen()
-    timeline_file = ""
-    if not hvd.elastic.is_on():
-        config, timeline_file = step_monitor.with_timeline(config)
     hvd.init()
     stages.done("init")
     # Counts of an earlier run of this process end here. Adasum depends on Horovod's build and the number of ranks.
@@ -210,7 +207,6 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
         journal=events,
         stages=stages,
         together=together,
-        timeline_file=timeline_file,
     )
 
 
@@ -365,8 +361,6 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     # After a signal all ranks wait for rank 0: mpirun kills the others soon after one has exited.
     if stop.exit_code:
         run.together(lambda: None)
-    if run.timeline:
-        run.timeline.close()  # last: with many ranks and steps it takes a while
     _end(run, run.folder, stop.exit_code, stop.grace_ends_s)
     return summary, stop.exit_code
 

@@ -119,8 +119,6 @@ def settings(job: Job) -> Iterator[Setting]:
             yield Setting(name, str(job.threads_per_rank), "threads of a rank, as asked for (--threads)")
     if job.num_servers:
         yield Setting(SERVERS, str(job.num_servers), "ranks that are parameter servers (--ps)")
-    if job.timeline:
-        yield Setting("HOROVOD_TIMELINE", job.timeline, "timelines of all ranks go there (--timeline)")
     for name in ("NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"):
         if job.environment.get(name):
             because = f"set here: ranks get {job.environment[name]!r}, which every host must have"

@@ -57,8 +57,6 @@ class Job:
     """directory of the logs per rank; "": none"""
     num_servers: int = 0
     """ranks that are parameter servers; 0: as the ranks' command says"""
-    timeline: str = ""
-    """file for the timelines of all ranks; "": none"""
     yield_when_idle: bool = False
     """MPI yields the processor while it waits: for hosts whose ranks fill their cores"""
     wheel_mpi: str = ""
@@ -179,7 +177,7 @@ def check(job: Job) -> None:
             "got ':' as an argument of its own, which mpirun takes for the end of the command: put the command in a"
             " script"
         )
-    texts = (*job.command, job.working_directory, job.output, job.timeline, job.files_folder)
+    texts = (*job.command, job.working_directory, job.output, job.files_folder)
     if any("\0" in text for text in texts):
         raise LaunchError("got a zero byte in the command or a path, expected text")
     for text in texts:

@@ -89,7 +89,6 @@ class Launch:
             oversubscribe=options.oversubscribe,
             output=self.path(options.output),
             num_servers=options.ps or 0,
-            timeline=self.path(options.timeline),
             here=self.here,
             grace_s=options.grace,
             allow_root=os.geteuid() == 0,

@@ -102,8 +102,6 @@ class JobOptions:
     """keep a log per rank"""
     tuned: Annotated[str, FILE] = ""
     """best.json of ringtrain sweep, whose values the command trains with"""
-    timeline: Annotated[str, FILE] = ""
-    """write timelines of all ranks of ringtrain.train, for Perfetto"""
     start_timeout: Annotated[float, Argument("S"), SECONDS] = 60
     """seconds for hosts to answer and for ranks to start"""
     grace: Annotated[float, Argument("S"), SECONDS] = 8
@@ -280,8 +278,6 @@ class LaunchOptions(
             raise LaunchError(
                 f"got --launcher {self.launcher} with --elastic, which runs horovodrun over Gloo: leave it out"
             )
-        if self.timeline:
-            raise LaunchError("got --timeline with --elastic, whose ranks join and leave: leave it out")
         if self.ps or self.workers:
             raise LaunchError("got --ps or --workers with --elastic, whose ranks are all alike: leave them out")
 

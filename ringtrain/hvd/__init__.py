@@ -24,7 +24,6 @@ together:       actions whose error on one rank is raised on all of them
 averaging:      verification that an update receives the ranks' gradients combined
 placement:      check that ranks run where the launcher planned them, each on its own GPU
 monitoring:     monitor of this process: that of a run, or of a script whose ranks wait for different collectives
-timeline:       timeline of each rank, step by step, with its clock offset to rank 0
 rendezvous:     removal of the addresses by which Gloo's ranks have found each other
 elastic:        Keras state of elastic runs, and `run`
 model_parallel: a model over several devices of a rank

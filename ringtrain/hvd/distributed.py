@@ -238,7 +238,6 @@ class _Reducing(keras.optimizers.Optimizer):
 
     def reduce(self, grads: Any, variables: Any) -> list[Any]:
         """Reduces the gradients of an update over the ranks; none of them may be None."""
-        PLACE.note_each("computed", variables, grads)
         local = [self.is_local(variable) for variable in variables]
         begin = getattr(self.reduction, "compression_start_step", 0)
         if begin:
@@ -250,7 +249,6 @@ class _Reducing(keras.optimizers.Optimizer):
         else:
             reduced = self.reduction(grads, variables, local)
         PLACE.note("reduced", reduced)
-        PLACE.note_each("reduced", variables, reduced)
         return reduced
 
     def reduce_given(self, grads: Any, variables: Any) -> list[Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,6 @@ from ringtrain.hvd.train_step import TrainStep, wrap
 from ringtrain.monitor.diagnosis import WINDOW_STEPS, Times
 
 if TYPE_CHECKING:
-    from ringtrain.hvd.timeline import Timeline
     from ringtrain.run.resume import Clock
 
 MOMENTS = ("input", "computed", "reduced")
@@ -41,7 +39,6 @@ class PhaseTracker:
         seconds: Total seconds in each phase so far, without the current one.
         counted_as: Phase of which the seconds of the current one are a part, or its own name.
         measured_s: Total seconds of input, computation, callbacks and waiting in the steps that were measured.
-        gradients: Paths of the weights whose gradients are recorded one by one; empty: none.
     """
 
     def __init__(self) -> None:
@@ -57,9 +54,7 @@ class PhaseTracker:
         self.counted_as = self.phase
         self._since_s = time.perf_counter()
         self.on_change: Callable[[], None] = lambda: None
-        self.gradients: list[str] = []
         self._moments: tf.Variable | None = None
-        self._each: dict[str, tf.Variable] = {}
         self._awaited: tf.Variable | None = None
 
     def enter(self, phase: str, counted_as: str = "") -> None:
@@ -139,30 +134,10 @@ class PhaseTracker:
             noted = tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=[index], updates=[now_s])
         return [] if noted is None else [noted]
 
-    def note_each(self, moment: str, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """Adds nodes that record when each gradient is ready, if `watch` was called with each_gradient."""
-        for variable, gradient in zip(variables, gradients, strict=True) if self._each else ():
-            if gradient is None or variable.path not in self.gradients:
-                continue
-            index, now_s = self.gradients.index(variable.path), clock_after(gradient)
-            with tf.device("CPU:0"):
-                handle = self._each[moment].handle
-                tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=[index], updates=[now_s])
-
-    def each(self) -> tuple[list[float], list[float]]:
-        """Timestamps of each local and each reduced gradient. Unix time in seconds; 0.0: none yet."""
-        if not self._each:
-            return [], []
-        return self._each["computed"].numpy().tolist(), self._each["reduced"].numpy().tolist()
-
-    def watch(self, model: keras.Model, each_gradient: bool = False) -> None:
+    def watch(self, model: keras.Model) -> None:
         """Records the steps of a model compiled with a distributed optimizer; call it before the first step."""
         with tf.device("CPU:0"):
             self._moments = tf.Variable([0.0] * len(MOMENTS), trainable=False, dtype=tf.float64)
-            if each_gradient:
-                self.gradients = [variable.path for variable in model.trainable_variables]
-                zeros = [0.0] * len(self.gradients)
-                self._each = {moment: tf.Variable(zeros, trainable=False, dtype=tf.float64) for moment in MOMENTS[1:]}
         apply = model.optimizer.apply
 
         def noting(train_step: TrainStep) -> TrainStep:
@@ -196,25 +171,6 @@ def _in_a_further_tower() -> bool:
     return context is not None and int(tf.get_static_value(context.replica_id_in_sync_group)) > 0
 
 
-def clock_after(tensor: Any) -> tf.Tensor:
-    """Returns the time at which a tensor or `IndexedSlices` is ready, in a graph: Unix time in seconds, float64."""
-    # TensorFlow orders a graph's clocks in program order, except in a call that it treats as stateless, like this one.
-    first = tf.cast(tf.reshape(tf.nest.flatten(tensor, expand_composites=True)[0], [-1])[:1], tf.float32)
-    with tf.device("CPU:0"):
-        (now_s,) = tf.raw_ops.PartitionedCall(args=[first], Tout=[tf.float64], f=_clock_reader())
-    return now_s
-
-
-@functools.cache
-def _clock_reader() -> Any:
-    def read(there: tf.Tensor) -> tf.Tensor:
-        with tf.control_dependencies([there]):
-            return tf.timestamp()
-
-    with tf.init_scope():
-        return tf.function(read, autograph=False).get_concrete_function(tf.TensorSpec([None], tf.float32))
-
-
 PLACE = PhaseTracker()
 
 
@@ -241,12 +197,12 @@ class StepTimer(keras.callbacks.Callback):
     """Callback that measures the parts of this rank's steps; must follow `Clock` in the list.
 
     For the rank's heartbeat, it is also the `Activity` of a run: step and phase. It measures one
-    step in BETWEEN_MEASUREMENTS_S, since reading the timestamps takes 0.1 ms; all steps for a timeline.
+    step in BETWEEN_MEASUREMENTS_S, since reading the timestamps takes 0.1 ms.
     """
 
-    def __init__(self, clock: Clock, timeline: Timeline | None) -> None:
+    def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self.clock, self.timeline, self.tracker = clock, timeline, PLACE
+        self.clock, self.tracker = clock, PLACE
         self.own_steps = 0
         self.begin_s = 0.0
         self.window: deque[tuple[float, float, float, float]] = deque(maxlen=WINDOW_STEPS)
@@ -266,7 +222,7 @@ class StepTimer(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         end_s, waited_s = time.time(), self.tracker.waited_s
         self.own_steps += 1
-        if self.timeline or self.own_steps >= self._next:
+        if self.own_steps >= self._next:
             self._measure(end_s, waited_s)
             # By number, not by time, which would prefer long steps. With callbacks, which may be what is slow.
             step_s = end_s - (self._returned_s or self.begin_s)
@@ -288,9 +244,6 @@ class StepTimer(keras.callbacks.Callback):
             max(0.0, between_s - waited_between_s),
             max(0.0, wait_s + waited_between_s),
         )
-        if self.timeline:
-            edges_s = self.begin_s, input_s, computed_s, reduced_s, end_s
-            self.timeline.step(self.clock.global_step, edges_s)
         if self.own_steps > 1:  # the first step builds the graph
             self.measured_steps += 1
             self.window.append(step)

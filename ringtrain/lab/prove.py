@@ -42,7 +42,6 @@ STRATEGIES = ("ring", "mpi-ring")
 OF_ALL = {
     "train.patience": 0,
     "train.max_time_s": 0,
-    "tracking.timeline_steps": 0,
     "hvd.groups": 0,
     "hvd.fusion_mb": -1,
     "chaos": "",

@@ -15,7 +15,7 @@ from ringtrain.lab import page, postmortem, runs
 from ringtrain.lab.page import Line
 from ringtrain.lab.runs import Run, title_of
 from ringtrain.lab.tables import Table, number
-from ringtrain.monitor import goodput, journal, trace
+from ringtrain.monitor import goodput, journal
 from ringtrain.monitor.journal import duration
 from ringtrain.options import FILE, Argument
 from ringtrain.run.run_folder import NO_METRICS
@@ -44,21 +44,15 @@ class Options:
     """write it there (report.html in the first folder)"""
     post_mortem: bool = False
     """all ranks' journals in one table, with a verdict"""
-    timeline: Annotated[str, FILE] = ""
-    """merge what the ranks of a run that was killed left"""
 
 
 def main(options: Options) -> int:
     """Reads runs, and writes a page about them."""
     folders = [Path(word) for word in options.run] or [runs.newest()]
-    if (options.post_mortem or options.timeline) and len(folders) != 1:
-        raise LaunchError(f"got {len(folders)} runs, --post-mortem and --timeline are about one")
+    if options.post_mortem and len(folders) != 1:
+        raise LaunchError(f"got {len(folders)} runs, --post-mortem is about one")
     if options.post_mortem:
         postmortem.show(folders[0])
-        return 0
-    if options.timeline:
-        num_ranks = trace.merge(folders[0] / trace.PARTS, Path(options.timeline))
-        print(f"{options.timeline}: {num_ranks} ranks; open it in https://ui.perfetto.dev")
         return 0
     found = [runs.read(folder) for folder in folders]
     names = [run.name for run in found]

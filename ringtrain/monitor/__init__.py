@@ -6,5 +6,4 @@ heartbeat:       monitor of a rank, in runs and scripts: position each second, r
 diagnosis:       its rule for stalls: which rank, for how long, and what is reported
 stragglers:      its rule for ranks whose part of a step takes longer than the others'
 fault_injection: injected faults, to test how a job handles them
-trace:           timelines of all ranks in one file for Perfetto
 """

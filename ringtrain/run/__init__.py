@@ -16,7 +16,7 @@ model_state:    state of a model as arrays, shared and per rank
 resume:         finds the checkpoint to resume from and restores it on all ranks
 resume_check:   what a run must have in common with the checkpoint that it resumes from
 evaluation:     metrics over all ranks, equal to those of one process
-step_monitor:   phases, timeline and heartbeats of the steps
+step_monitor:   phases and heartbeats of the steps
 stopping:       ends a run on all ranks after the same step: signals, time limit, callbacks, NaN
 run_folder:     the run folder: name, lock, summary.json
 durable:        files and folders that outlive a loss of power

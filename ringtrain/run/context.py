@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ringtrain import data
     from ringtrain.hvd import GradientNorm
     from ringtrain.hvd.step_timing import StepTimer
-    from ringtrain.hvd.timeline import Timeline
     from ringtrain.monitor.fault_injection import Fault
     from ringtrain.monitor.heartbeat import Monitor
     from ringtrain.run.callback_state import SharedCallbackState
@@ -117,8 +116,6 @@ class Process:
     stages: Stages
     together: Callable[[Callable[[], Any]], Any]
     """calls a function on all ranks and raises its error on each; where ranks join and leave, on this one alone"""
-    timeline_file: str = ""
-    """named by HOROVOD_TIMELINE; "": timeline.json in the run folder"""
     is_first: bool = True
     """whether this is the first run of the process, which a restart continues, named or not"""
     lock: RunLock = field(default_factory=RunLock)
@@ -208,7 +205,6 @@ class RunContext(Process, Job):
     clock: Clock = field(init=False)
     monitor: Monitor | None = None
     step_timer: StepTimer | None = None
-    timeline: Timeline | None = None
     callbacks: Callbacks = field(init=False)
     """set by `train.training`"""
     started: float = 0.0

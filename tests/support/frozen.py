@@ -38,7 +38,7 @@ RECIPE = (
     " --optimizer.clip-norm 1 --schedule.name cosine --schedule.warmup-epochs 0.5 --model.label-smoothing 0.1"
     " --model.metrics top-5 --hvd.compression fp16 --hvd.groups 2"
 )
-FILES = "--tracking.every-steps 5 --tracking.timeline-steps 4"
+FILES = "--tracking.every-steps 5"
 RESNET = "--data.name synthetic --data.num-samples 320 --data.image-size 16 --model.name resnet20"
 ELASTIC = "python -m ringtrain launch --elastic -H localhost:2 --min-np 2 --max-np 2 --network-interface lo --"
 # With more than two ranks, the gradients that travel together decide the order of additions.
@@ -77,7 +77,7 @@ LAUNCHES = {
     **{f"this host, {name}": f"-H localhost:2 --launcher {name}" for name in LAUNCHERS[:3]},
     "hostfile": "--hostfile hostfiles/cluster.txt --ssh-port 2222 --threads 2 --bind core --output logs",
     "hostfile, slots chosen": "--hostfile hostfiles/deepspeed.txt --subnet 10.1.0.0/16 --network ucx -np 2",
-    "more ranks than slots": "-H host1:1,host2:1 -np 4 --oversubscribe --forward LANG --timeline t.json",
+    "more ranks than slots": "-H host1:1,host2:1 -np 4 --oversubscribe --forward LANG",
     "too few slots": "-H host1:1,host2:1 -np 4",
     "servers": "-H host1:2,host2:3 --ps 1 --workers 4",
     "elastic": "--elastic -H host1:2,host2:2 --min-np 1 --max-np 4 --network-interface eth0 --blacklist-cooldown 5 60",

@@ -272,9 +272,9 @@ def test_a_dry_run_for_a_scheduler_prints_what_is_submitted(bin_dir: Path) -> No
 
 
 def test_the_logs_of_an_mpijob_are_in_its_containers(bin_dir: Path) -> None:
-    words = ("-H", "a:2,b:2", "--output", "logs", "--timeline", "t.json", "--dry-run", "--", "true")
+    words = ("-H", "a:2,b:2", "--output", "logs", "--dry-run", "--", "true")
     ended = here("launch", "--launcher", "mpijob", *words, bin_dir=bin_dir)
-    assert '- "--output-filename"' in ended.stdout and '- "logs"' in ended.stdout and 'value: "t.json"' in ended.stdout
+    assert '- "--output-filename"' in ended.stdout and '- "logs"' in ended.stdout
     assert os.getcwd() not in ended.stdout + ended.stderr and "mkdir" not in ended.stderr
 
 
@@ -286,16 +286,6 @@ def test_explain_gives_every_flag_a_reason(bin_dir: Path) -> None:
     for flag in re.findall(r" (--?[a-z][a-z-]*) ", line):
         assert any(row[1:] and flag in " ".join(row) for row in rows), flag
     assert "ranks in all" in ended.stdout
-
-
-def test_a_timeline_reaches_the_ranks_with_the_line_that_is_pasted(bin_dir: Path) -> None:
-    for launcher in ("mpirun", "horovodrun", "srun"):
-        words = ["-H", "host1:2,host2:2", "--launcher", launcher, "--timeline", "drawn.json", "--", "true"]
-        line = here("launch", "--dry-run", *words, bin_dir=bin_dir).stdout
-        assert re.search(r"HOROVOD_TIMELINE=/\S*/drawn.json ", line), line
-        program = "horovod_driver" if launcher == "horovodrun" else launcher
-        assert "HOROVOD_TIMELINE" in line.split(program, 1)[1]
-    assert "HOROVOD_TIMELINE" not in here("launch", "--dry-run", "--", "true", bin_dir=bin_dir).stdout
 
 
 def test_it_starts_in_milliseconds_without_the_heavy_libraries(bin_dir: Path) -> None:
@@ -329,7 +319,7 @@ def test_ringtrain_alone_is_the_help_which_names_every_command(capsys: pytest.Ca
     ids=" ".join,
 )
 def test_options_after_the_program_are_its_own(program: list[str], between: list[str]) -> None:
-    for options in (["-np", "2"], ["--timeline=t.json", "--elastic", "--blacklist-cooldown", "1", "2"], []):
+    for options in (["-np", "2"], ["--output=logs", "--elastic", "--blacklist-cooldown", "1", "2"], []):
         given = LaunchOptions.of(cli.parse(["launch", *options, *between, *program])[1])
         assert given.command == (*program,)
         assert given.np == (2 if "-np" in options else None)
@@ -478,7 +468,7 @@ def test_help_shows_only_options_that_the_command_uses(bin_dir: Path) -> None:
     unused = {
         "hosts": "--ssh-port --subnet -np",
         "doctor": "-np --launcher",
-        "sweep": "--dry-run --elastic --np --output --timeline --bind --oversubscribe --master --image",
+        "sweep": "--dry-run --elastic --np --output --bind --oversubscribe --master --image",
         "bench train": "--dry-run --explain --elastic --image --host-discovery",
     }
     for command in used:

@@ -31,9 +31,9 @@ from ringtrain.cluster.job import explain
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.plans import mpirun
 from ringtrain.cluster.supervisor import Supervisor
-from ringtrain.errors import CheckpointError, ConfigError, HostsError, LaunchError, RunDirectoryError
+from ringtrain.errors import CheckpointError, ConfigError, HostsError, LaunchError
 from ringtrain.lab import postmortem, runs, sweep
-from ringtrain.monitor import journal, trace
+from ringtrain.monitor import journal
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT, MARK, PLAN
 from ringtrain.protocol.failures import Failure
@@ -130,12 +130,6 @@ def read_run(text: str, folder: Path) -> None:
     runs.read(folder)
 
 
-def read_timeline(text: str, folder: Path) -> None:
-    written(folder, "rank-0.jsonl", "\n".join(text.split("&")))
-    written(folder, "horovod.json", text)
-    trace.merge(folder, folder / "out.json")
-
-
 def read_manifest(text: str, folder: Path) -> None:
     written(folder, checkpoint.MANIFEST, f"{text}\n{text}")
     assert isinstance(checkpoint._score(folder, "accuracy"), float | None)
@@ -165,8 +159,6 @@ EVENTS: list[dict[str, Any]] = [
     }
     for event in ("start", "save", "failure", "stall", "straggler", "end")
 ]
-STEPS = {"rank": 0, "offset_s": 0.0, "error_s": 0.1, "host": "a", "gradients": ["g"]}
-TIMELINE = [STEPS, [1, [1.0, 1.1, 1.2, 1.3, 1.4], [1.1], [1.2]]]
 MANIFEST = {"format": 2, "files": {"missing": {"bytes": 1, "sha256": "x"}}, "metrics": {"accuracy": 0.5}}
 JSON: dict[str, tuple[Callable[[str, Path], Any], list[Any], tuple[type[Exception], ...]]] = {
     "plan": (read_plan, [{"size": 2, "hosts": [["a", 1], ["b", 1]], "source": "x"}], (ValueError,)),
@@ -174,7 +166,6 @@ JSON: dict[str, tuple[Callable[[str, Path], Any], list[Any], tuple[type[Exceptio
     "attempt": (read_attempt, [{"number": 1, "causes": ["x"], "run_name": "a", "num_ranks": 2}], ()),
     "journal": (read_journal, EVENTS, ()),
     "run": (read_run, [{"global_step": 1, "started": 1.0, "fit_s": 2.0, "numbers": {"num_ranks": 2}}], ()),
-    "timeline": (read_timeline, [TIMELINE[0], TIMELINE], (RunDirectoryError,)),
     "manifest": (read_manifest, [MANIFEST], ()),
     "claim": (read_claim, [{"a": 1}], (LaunchError,)),
     "summary": (
@@ -191,8 +182,7 @@ def test_a_reader_of_json_takes_what_is_right(name: str, tmp_path: Path) -> None
     read, right, _ = JSON[name]
     for number, value in enumerate(right):
         (tmp_path / str(number)).mkdir()
-        text = "&".join(map(json.dumps, value)) if name == "timeline" and isinstance(value, list) else json.dumps(value)
-        read(text, tmp_path / str(number))
+        read(json.dumps(value), tmp_path / str(number))
 
 
 @pytest.mark.parametrize("name", JSON)
@@ -201,10 +191,9 @@ def test_a_reader_of_json_takes_what_is_right(name: str, tmp_path: Path) -> None
 def test_a_reader_of_json_refuses_in_its_own_way(name: str, data: st.DataObject) -> None:
     read, right, refusals = JSON[name]
     value = data.draw(st.sampled_from(right))
-    lines = value if name == "timeline" and isinstance(value, list) else [value]
-    texts = [data.draw(st.one_of(altered(line).map(json.dumps), damaged(json.dumps(line)), DEEP)) for line in lines]
+    text = data.draw(st.one_of(altered(value).map(json.dumps), damaged(json.dumps(value)), DEEP))
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(*refusals):
-        read("&".join(texts), Path(folder))
+        read(text, Path(folder))
 
 
 # ---- readers of launchers' words ----------------------------------------------------------------------------------
@@ -252,7 +241,7 @@ COMMANDS = [
     "launch -np 2 -H a:2 --ps 1 --grace 8 --max-restarts 3 -- python train.py",
     "launch --elastic --min-np 1 --blacklist-cooldown 5 60 --hosts a:1,b:1 true",
     "train -np 2 --train.epochs 3",
-    "report --timeline t.json runs/a",
+    "report --out a.html runs/a",
     "bench allreduce -np 2",
 ]
 NODES = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}

@@ -331,7 +331,6 @@ def test_what_only_one_launcher_refuses() -> None:
         (lambda: kubernetes.plan(TWO_HOSTS, kubernetes.Cluster(resources={"memory": "a lot"})), "'a lot'"),
         (lambda: kubernetes.plan(replace(TWO_HOSTS, **LOCAL_PATH)), "/home/me/my.toml is a path of this machine"),
         (lambda: kubernetes.plan(replace(TWO_HOSTS, output="/home/me/logs", **AT_HOME)), "/home/me/logs is a path of"),
-        (lambda: kubernetes.plan(replace(TWO_HOSTS, timeline="/home/me/t.json", **AT_HOME)), "/home/me/t.json is a"),
     ):
         with pytest.raises(LaunchError, match=re.escape(said)):
             refused()

@@ -73,7 +73,7 @@ def test_no_journals_are_an_error_of_one_line(tmp_path: Path, capsys: pytest.Cap
         assert cli.main(words) == 2
         assert "no journals in" in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path), str(tmp_path), "--post-mortem"]) == 2
-    assert "got 2 runs, --post-mortem and --timeline are about one" in capsys.readouterr().err
+    assert "got 2 runs, --post-mortem is about one" in capsys.readouterr().err
 
 
 def test_it_starts_without_tensorflow(tmp_path: Path) -> None:

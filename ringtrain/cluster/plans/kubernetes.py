@@ -97,7 +97,7 @@ def _refuse_local_paths(job: Job) -> None:
     """Raises LaunchError for a path in a directory of this machine, which no worker has."""
     local = [job.working_directory, *(job.environment.get(name, "") for name in ("VIRTUAL_ENV", "HOME"))]
     folders = [folder.rstrip("/") for folder in local if folder.rstrip("/")]
-    for word in (*job.command, f"--output={job.output}", f"--timeline={job.timeline}"):
+    for word in (*job.command, f"--output={job.output}"):
         path = word.rpartition("=")[2]
         if any(path == folder or path.startswith(f"{folder}/") for folder in folders):
             raise LaunchError(

@@ -341,7 +341,7 @@ class Step:
         scale: Callable[[Any], Any] = self.model.optimizer.scale_loss
         stage = self.stages[number]
         tensors = part.targets[-1][0] if number else part.x
-        # Timelines show the names.
+        # Profiles show the names.
         with tf.name_scope(f"stage_{number + 1}_part_{index + 1}"), tf.GradientTape() as tape:
             if number:
                 tensors = tf.identity(tensors)
