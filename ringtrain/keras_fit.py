@@ -89,7 +89,7 @@ def fit(
             are refused. "": its time, so that nothing is resumed.
         batch_size: Rows of a step on all ranks. None: 32. With `batch_per_rank`: on each rank.
         epochs: Passes over the data, including those before a resume and `initial_epoch`.
-        verbose: 0 prints nothing; 1, 2 and "auto" a line per epoch, with a progress bar in a terminal.
+        verbose: 0 prints nothing; 1, 2 and "auto" a line per epoch and every 10 s.
         callbacks: Keras callbacks, which run on every rank; those that write files (ModelCheckpoint, CSVLogger,
             TensorBoard, RemoteMonitor) on rank 0 only. Numbers, arrays and variables that they keep are saved.
         validation_data: (x, y) or (x, y, sample_weight), evaluated after each epoch: metrics val_...

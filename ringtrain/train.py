@@ -28,7 +28,7 @@ from ringtrain import config_io, strategies
 from ringtrain.config import Config, nearest, option_types, with_values
 from ringtrain.errors import CheckpointError, ConfigError, RingtrainError
 from ringtrain.models import lazy_keras
-from ringtrain.monitor import journal, stragglers
+from ringtrain.monitor import journal
 from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.for_script import RUN, ForScript
@@ -320,14 +320,11 @@ def training(run: RunContext) -> Iterator[None]:
     from ringtrain import hvd
     from ringtrain.run.callbacks import Callbacks
 
-    config = run.config
     run.started = time.time()
     with contextlib.ExitStack() as stack:
-        progress = console.Progress(run.terminal, run.numbers.num_steps, config.train.epochs, log_capture.to_log)
-        stack.enter_context(progress)
         if run.monitor:
             stack.enter_context(step_monitor.monitored(run, run.monitor))
-        run.callbacks = Callbacks(run, progress)
+        run.callbacks = Callbacks(run)
         # Also after a failure: before this process or another rank saves the same step.
         stack.callback(run.callbacks.saver.wait)
         yield
@@ -346,10 +343,7 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     mirror = run.lock.mirror
     mirrored = {"mirror": {"url": mirror.url, "failed": mirror.failures}} if mirror else {}
     summary = tracking.write_results(run, {**strategy.summary(run), **run.facts, **mirrored})
-    # A person sees slow ranks, then the metrics, and last what was verified.
-    ranks = summary.get("ranks", ())
-    slow = stragglers.slow_ranks(ranks, run.config.health)
-    console.show_ranks(run.terminal, ranks, slow)
+    # A person sees the metrics, and last what was verified.
     total_s = time.time() - run.stages.moments["python"]
     console.show_result(run.terminal, run.folder, summary, strategy.proof(summary, run.gradients), total_s)
     run.journal.write(

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
-from ringtrain.config import HealthConfig
-from ringtrain.monitor.diagnosis import WINDOW_STEPS, Row, Times
+from ringtrain.monitor.diagnosis import WINDOW_STEPS, Row
 
 MIN_LAG_S = 0.002
 """minimum delay per step of a straggler"""
@@ -91,16 +88,3 @@ def straggler_text(row: Row, part: str, times: float) -> str:
         f"straggler: rank {row.rank} on {row.host} takes {times:.1f} times the other ranks' median per step"
         f" ({1000 * row.times.own_s:.1f} ms, of which {1000 * part_s:.1f} ms in {part}); all ranks wait for it"
     )
-
-
-def slow_ranks(ranks: Sequence[Mapping[str, Any]], config: HealthConfig) -> list[int]:
-    """Ranks that were stragglers at the end, given each rank's `StepTimer.own_times`."""
-    names = [field.name for field in dataclasses.fields(Times)]
-    rows = []
-    num_steps = {}
-    for entry in ranks:
-        times = Times(**{name: entry[name] for name in names})
-        rows.append(Row(entry["rank"], entry["host"], times=times))
-        num_steps[entry["rank"]] = entry["totals"]["num_steps"]
-    slow = stragglers(rows, config.straggler_factor)
-    return [row.rank for row, _, ratio in slow if lost_s(row, ratio, num_steps[row.rank]) >= MIN_LOST_S]

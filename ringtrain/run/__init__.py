@@ -21,6 +21,6 @@ stopping:       ends a run on all ranks after the same step: signals, time limit
 run_folder:     the run folder: name, lock, summary.json
 durable:        files and folders that outlive a loss of power
 tracking:       metrics files, TensorBoard, results
-console:        plan, progress bar and result in the terminal
+console:        plan, progress and result in the terminal
 log_capture:    writes standard error to the rank's log, and to the terminal without TensorFlow's messages
 """

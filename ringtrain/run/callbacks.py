@@ -9,7 +9,6 @@ import keras
 from ringtrain import hvd
 from ringtrain.monitor import fault_injection
 from ringtrain.run import evaluation, saver, stopping, tracking
-from ringtrain.run.console import Progress
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 class Callbacks:
     """Callbacks of one rank; `ordered` is the list of all."""
 
-    def __init__(self, run: RunContext, progress: Progress) -> None:
+    def __init__(self, run: RunContext) -> None:
         lengths = run.numbers.lengths
         faults = fault_injection.FaultInjector(run.source.faults, run.rank, *lengths, run.folder, run.journal)
         inject = keras.callbacks.LambdaCallback(
@@ -35,7 +34,7 @@ class Callbacks:
         )
         self.recorder = note_rate = None
         if run.rank == 0:
-            self.recorder = recorder = tracking.Recorder(run, progress)
+            self.recorder = recorder = tracking.Recorder(run)
             note_rate = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: recorder.note_learning_rate())
         ordered: list[Any] = [
             run.clock,  # counts the step, which all others read

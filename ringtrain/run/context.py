@@ -16,7 +16,6 @@ from ringtrain.run.run_folder import RunLock
 
 if TYPE_CHECKING:
     import keras
-    from rich.console import Console
 
     from ringtrain import data
     from ringtrain.hvd import GradientNorm
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from ringtrain.monitor.heartbeat import Monitor
     from ringtrain.run.callback_state import SharedCallbackState
     from ringtrain.run.callbacks import Callbacks
+    from ringtrain.run.console import Terminal
     from ringtrain.run.devices import Pinning
     from ringtrain.run.resume import Clock, Start
     from ringtrain.run.stopping import Signals
@@ -199,7 +199,7 @@ class RunContext(Process, Job):
     folder: Path
     gradients: str
     """how gradients were verified to be averaged"""
-    terminal: Console
+    terminal: Terminal
     rank: int = field(init=False)
     size: int = field(init=False)
     clock: Clock = field(init=False)

@@ -18,7 +18,6 @@ MARK = b"\0ringtrain:"  # separates output from commands to the watcher
 END = b"end\n"
 LOG_ONLY = b"log only\n"
 NEW_RUN = b"new run\n"
-TO_LOG = b"to log: "
 SILENT = 3
 """Exit code of a watcher after `log_only`."""
 
@@ -96,14 +95,6 @@ def log_only() -> None:
     os.write(2, MARK + LOG_ONLY)
 
 
-def to_log(line: str) -> None:
-    """Writes a line to the log only, as the terminal shows it already; does nothing without `watch`."""
-    if not is_on():
-        return
-    with contextlib.suppress(BrokenPipeError):  # the watcher was killed
-        os.write(2, MARK + TO_LOG + line.encode(errors="replace") + b"\n")
-
-
 def _pass_on(source: int) -> bool:
     """Runs the watcher until it receives END or all writers have closed the pipe; returns False after `log_only`."""
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -126,7 +117,7 @@ def _pass_on(source: int) -> bool:
                 with contextlib.suppress(OSError):  # a closed terminal must not silence the log
                     os.write(2, text)
             with contextlib.suppress(OSError):  # a full disk must not silence the terminal
-                log.write(text + command.removeprefix(TO_LOG) * command.startswith(TO_LOG))
+                log.write(text)
             if command == END:
                 return shown
             if command == LOG_ONLY:

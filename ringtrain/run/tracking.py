@@ -49,9 +49,10 @@ class Recorder(keras.callbacks.Callback):
     steps after the resume point are dropped. `gradient_norm` is computed only for recorded steps.
     """
 
-    def __init__(self, run: RunContext, progress: Progress) -> None:
+    def __init__(self, run: RunContext) -> None:
         super().__init__()
-        self.run, self.folder, self.progress = run, run.folder, progress
+        self.run, self.folder = run, run.folder
+        self.progress = Progress(run.terminal, run.numbers.num_steps, run.config.train.epochs)
         self.images_per_step = run.numbers.samples_per_step
         self.first_step = run.clock.global_step
         self.timed_steps, self.timed_s = 0, 0.0
@@ -101,7 +102,7 @@ class Recorder(keras.callbacks.Callback):
         self.epoch_end_s, self.last_step = time.perf_counter(), self.global_step
         if self.run.clock.before == self.first_step:
             self.epoch_start_s, self.steps_before = self.epoch_end_s, self.global_step
-        if self.progress.is_due() or self.run.clock.epoch_complete:
+        if self.progress.is_due():
             figures = "  ".join(f"{name} {value:.4f}" for name, value in (logs or {}).items() if is_number(value))
             self.progress.step(self.global_step, self.epoch, figures)
         every = self.run.config.tracking.every_steps

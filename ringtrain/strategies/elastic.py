@@ -128,7 +128,7 @@ class OtherRanks(FromCheckpoint):
             if rank == 0:
                 failures.report_recovery()
             text = f"continues after step {step} with {hvd.size()} ranks, before with {state.num_ranks}"
-            console.terminal_of(process).print(text, highlight=False)
+            console.terminal_of(process).print(text)
         facts = {**opening.facts, **change, "generation": generation, "after": state.generation}
         state.num_ranks, state.generation = hvd.size(), generation
         return dataclasses.replace(opening, facts=facts)

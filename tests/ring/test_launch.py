@@ -383,7 +383,6 @@ def test_after_sigterm_ranks_that_do_not_end_are_ended(launch) -> None:
 
 
 def test_a_closed_terminal_lets_the_trainer_save(launch, tmp_path: Path) -> None:
-    """Rank 0 draws on that terminal itself."""
     terminal, inside = pty.openpty()
     options = ["--data.name", "digits", "--train.epochs", "2000", "--run.directory", tmp_path, "--run.name", "run"]
     words = ringtrain(*trainer("-m", "ringtrain.train", *options))
