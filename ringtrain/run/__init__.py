@@ -4,7 +4,7 @@ setup:          names, data and compiled model, from a Config
 context:        state of a run: its process, its job, and what all ranks agree on
 consistency:    agreement of all ranks: code, options, data
 from_checkpoint: where a run starts, its state restored, and its folder opened
-identity:       loss, metrics and optimizer in words, by which runs of one name are compared
+identity:       what all runs of one name have in common, in words
 loop:           the training loop of all strategies
 callbacks:      the ordered list of a run's callbacks
 devices:        one GPU per local rank, memory limits, CPU threads
@@ -14,7 +14,6 @@ saver:          saves the state of a run during training
 callback_state: what callbacks keep, saved and restored
 model_state:    state of a model as arrays, shared and per rank
 resume:         finds the checkpoint to resume from and restores it on all ranks
-resume_check:   what a run must have in common with the checkpoint that it resumes from
 evaluation:     metrics over all ranks, equal to those of one process
 step_monitor:   phases and heartbeats of the steps
 stopping:       ends a run on all ranks after the same step: signals, time limit, callbacks, NaN

@@ -28,8 +28,8 @@ from ringtrain.errors import CheckpointError, DamagedCheckpoint
 from ringtrain.protocol.json_text import INVALID, parse_json
 from ringtrain.run import durable
 
-FORMAT = 2
-"""Manifest format. 2: ranks.npz holds only what differs between ranks."""
+FORMAT = 3
+"""Manifest format. 3: in_common is what all runs of one name have in common."""
 MANIFEST = "manifest.json"
 RESULT = "result.npz"
 UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)

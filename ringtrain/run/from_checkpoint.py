@@ -17,7 +17,6 @@ from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError, DataError, RunDirectoryError
 from ringtrain.protocol import failures
 from ringtrain.run import checkpoint, console, durable, log_capture, run_folder
-from ringtrain.run.consistency import DIVIDED
 from ringtrain.run.context import Opening
 
 if TYPE_CHECKING:
@@ -84,22 +83,16 @@ def _restore(process: Process, job: Job) -> tuple[Start, Mapping[str, Any]]:
     prints.
     """
     from ringtrain import hvd
-    from ringtrain.run import resume
+    from ringtrain.run import identity, resume
 
     # The newest valid checkpoint, from rank 0's disk: the ranks need no common one.
     config, numbers = process.config, job.numbers
-    of_name = {name: text for name, text in job.checksums.items() if name in job.of_name}
-    start = resume.restore(job.model, *resume.source_of(config), config, numbers, of_name)
+    common = identity.in_common(config, numbers, job.checksums, job.of_name)
+    start = resume.restore(job.model, *resume.source_of(config), config, numbers, common)
     if not start.source and config.run.resume != "never":  # with that, an existing folder is refused later
         hvd.on_rank_0(lambda: _look_for_lost_checkpoints(process.lock.folder, numbers.num_steps))
     start = _at_initial_epoch(start, numbers)
     job.numbers = dataclasses.replace(job.numbers, initial_epoch=start.initial_epoch)  # as checkpoints keep it
-    # What may change under one name is said, such as other held-out batches.
-    for name, before in start.checksums.items() if hvd.rank() == 0 else ():
-        if job.checksums.get(name, before) != before:
-            what, _, _ = name.partition(DIVIDED)
-            text = f"{start.source} was saved with another {what}: its weights were trained with that"
-            print(f"ringtrain: {text}", file=sys.stderr, flush=True)
     # A run that is complete stays as it is. One that has nothing saved may begin from other weights.
     summary = complete_summary(process, start, start.global_step >= numbers.num_steps)
     if not summary and config.run.init_from and not start.source:

@@ -1,41 +1,125 @@
-"""Layers, loss, metrics and optimizer of a model in words, by which the runs of one name are compared."""
+"""What all runs of one name have in common, in words: options, data, layers, loss, metrics and optimizer."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from ringtrain.config import Config, option_types, value_of
+from ringtrain.derived import Numbers
+from ringtrain.errors import ConfigError
+from ringtrain.optimizer_kinds import OPTIMIZERS
+from ringtrain.run.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
-
-OF_LOSSES = ("loss", "loss_weights")
-OF_METRICS = ("metrics", "weighted_metrics")
-NO_SETTINGS = ("name", "dtype", "fn")
-"""Keys of a configuration that are counted in a process, follow from the data, or are part of the name."""
-NO_SETTINGS_OF_LAYERS = (
-    *NO_SETTINGS,
+FREE = (
+    "run.",
+    "checkpoint.",
+    "device.",
+    "health.",
+    "elastic.",
+    "tracking.",
+    "chaos",
+    "data.dir",
+    "data.file",
+    "strategy.",
+    "hvd.fusion_mb",
+    "hvd.cycle_time_ms",
+    "hvd.groups",
+    "train.epochs",
+    "train.batch_size",
+    "train.max_time_s",
+    "train.check_every_steps",
+    "train.patience",
+    "model.split",
+    "model.stages",
+    "optimizer.learning_rate",  # with the options that scale it: the resulting rate is compared
+    "optimizer.reference_batch_size",
+    "schedule.warmup_start",
+)
+"""Beginnings of options that may change on a resume. The others affect the result."""
+NO_SETTINGS = (
+    "name",
+    "dtype",
+    "fn",
     "seed",
-    "trainable",  # as the weights show, which are compared by themselves
-    "synchronized",  # an option of the run
+    "trainable",
+    "synchronized",
     "module",
     "registered_name",
     "build_config",
 )
-"""The same of a layer."""
+"""Keys of a configuration that are counted in a process, follow from the data or an option, or are part of the name."""
 WITHOUT_SETTINGS = ("InputLayer", "Lambda")
 """Layers whose configuration is a shape, or code with the path of its file."""
 
 
+def in_common(
+    config: Config, numbers: Numbers, checksums: Mapping[str, str], of_name: Collection[str]
+) -> dict[str, str]:
+    """Returns what all runs of one name have in common, by name. `of_name`: names of these checksums."""
+    common = {"global batch (batch_size x ranks)": str(numbers.global_batch_size)}
+    for option in option_types():
+        shapes_rates = option == "train.epochs" and config.schedule.name in ("cosine", "polynomial")
+        if shapes_rates or not option.startswith(FREE):
+            common[option] = str(value_of(config, option))
+    # Rates may follow from other options and numbers of ranks, up to rounding.
+    common["learning rate"] = f"{numbers.learning_rate:.9g}"
+    common["first learning rate"] = f"{numbers.initial_learning_rate:.9g}"
+    common["training samples"] = str(numbers.num_train)
+    if _is_of_a_script(config):
+        common["steps of an epoch"] = str(numbers.steps_per_epoch)
+    return common | {name: text for name, text in checksums.items() if name in of_name}
+
+
+def require_same(newest: Checkpoint, common: Mapping[str, str], config: Config, numbers: Numbers) -> None:
+    """Raises ConfigError if a checkpoint is of a run that has not this in common with the present one."""
+    before = newest.manifest["in_common"]
+    then = "give fit another name" if _is_of_a_script(config) else "give the run another --run.name"
+    for name, current in common.items():
+        if before.get(name, current) == current:
+            continue
+        what = f"{name} {before[name]}, this run has {current}"
+        if "checksum" in current:
+            what = f"another {name.partition(' (')[0]}"
+        raise ConfigError(
+            f"{newest.folder}: was made with {what}: {then}; to train its weights further, begin with those of its"
+            f" model.keras"
+        )
+    # Accumulated gradients are those of a rank's rows.
+    then_ranks, accumulated = newest.manifest["num_ranks"], numbers.accumulation_steps
+    is_whole = config.train.virtual_ranks or not newest.global_step % accumulated
+    if not is_whole and then_ranks != numbers.num_ranks:
+        raise ConfigError(
+            f"{newest.folder}: was made by {then_ranks} ranks between two updates (step {newest.global_step},"
+            f" optimizer.accumulation_steps {accumulated}): resume with {then_ranks} ranks, or from a checkpoint of an"
+            f" epoch's end"
+        )
+
+
+def _is_of_a_script(config: Config) -> bool:
+    """Returns whether `ringtrain.fit` has made a configuration: its optimizer is the name of a class."""
+    return config.optimizer.name not in OPTIMIZERS
+
+
 def of_script(model: keras.Model) -> dict[str, str]:
-    """Layers, loss, metrics and optimizers of a script's model, which all runs of one name have in common."""
-    return {**of_layers(model), **of_compiled(model), **of_optimizers(used_optimizers(model))}
+    """Layers, loss, metrics and optimizers of a script's model."""
+    described = {**of_layers(model), **of_compiled(model)}
+    for number, optimizer in enumerate(used_optimizers(model), start=1):
+        settings = _settings(optimizer)
+        if number == 1 and not isinstance(settings.get("learning_rate"), Mapping):
+            settings.pop("learning_rate", None)  # a number of the run, which callbacks may have changed here
+        described[f"optimizer {number}"] = f"{type(optimizer).__name__}({_entries(settings)})"
+    return described
 
 
 def of_layers(model: keras.Model) -> dict[str, str]:
@@ -45,25 +129,13 @@ def of_layers(model: keras.Model) -> dict[str, str]:
 
     described: dict[str, str] = {}
     for layer in layers_of(model):
-        if is_part(layer):
-            continue  # a run may resume with its model divided or not
-        if not type(layer).__module__.startswith("keras.src.layers.") or type(layer).__name__ in WITHOUT_SETTINGS:
+        kind, module = type(layer).__name__, type(layer).__module__
+        # A run may resume with its model divided or not. What a layer has learned of its data may be long.
+        if is_part(layer) or not module.startswith("keras.src.layers.") or kind in WITHOUT_SETTINGS:
             continue
-        # What a layer has learned of its data before training may be long, as a vocabulary is.
-        if ".preprocessing." not in type(layer).__module__:
-            words = _named(type(layer).__name__, _of_layer(_settings(layer)))
-            described[f"layer {len(described) + 1}"] = words
+        if ".preprocessing." not in module:
+            described[f"layer {len(described) + 1}"] = f"{kind}({_entries(_settings(layer))})"
     return {"number of layers": str(len(described)), **described}
-
-
-def _of_layer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Configuration of a layer without what does not change its result, also inside of other layers and functions."""
-    settings = {}
-    for name, value in config.items():
-        if name in NO_SETTINGS_OF_LAYERS or name.endswith("_initializer") or value is None:
-            continue
-        settings[name] = _of_layer(value) if isinstance(value, Mapping) else value
-    return settings
 
 
 def used_optimizers(model: keras.Model) -> list[Any]:
@@ -82,23 +154,12 @@ def of_compiled(model: keras.Model) -> dict[str, str]:
 
     compiled = getattr(model, "_compile_config", None)
     settings = compiled.config if compiled else {}
-    described = {name: words_of(settings.get(name)) for name in (*OF_LOSSES, *OF_METRICS)}
+    names = ("loss", "loss_weights", "metrics", "weighted_metrics")
+    described = {name: words_of(settings.get(name)) for name in names}
     losses = {name: value for name, value in vars(model).items() if isinstance(value, keras.Loss) and name[0] != "_"}
     losses.pop("loss", None)
     if losses:  # of a train_step
         described["losses"] = words_of(losses)
-    return described
-
-
-def of_optimizers(optimizers: Sequence[Any]) -> dict[str, str]:
-    """Settings of optimizers, but for the first one's constant learning rate, which is an option of the run."""
-    described: dict[str, str] = {}
-    for number, optimizer in enumerate(optimizers, start=1):
-        settings = _settings(optimizer)
-        if number == 1 and not isinstance(settings.get("learning_rate"), Mapping):
-            settings.pop("learning_rate", None)
-        prefix = "optimizer" if number == 1 else f"optimizer {number}"
-        described |= {f"{prefix}.{name}": words_of(value) for name, value in settings.items()}
     return described
 
 
@@ -135,41 +196,32 @@ def words_of(value: Any) -> str:
     if value is None or isinstance(value, str | int):
         return str(value)
     if isinstance(value, Mapping):
-        if {"class_name", "config"} <= set(value):  # as Keras writes objects
-            config = value["config"]
-            if isinstance(config, Mapping):
-                return _named(value["class_name"], config)
-            return words_of(config)
-        entries = [f"{key}: {words_of(value[key])}" for key in sorted(value, key=str)]
-        return f"{{{', '.join(entries)}}}"
+        if not {"class_name", "config"} <= set(value):
+            return f"{{{_entries(value, ': ')}}}"
+        if isinstance(value["config"], Mapping):  # as Keras writes objects
+            return f"{value['class_name']}({_entries(value['config'])})"
+        return words_of(value["config"])
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(words_of, value))}]"
     if isinstance(value, keras.Loss | keras.Metric):
         function = getattr(value, "fn", getattr(value, "_fn", None))
-        return _named(_name_of(function or type(value)), _settings(value))
+        return f"{words_of(function or type(value))}({_entries(_settings(value))})"
     if isinstance(value, np.ndarray):
         return f"{value.shape} with checksum {zlib.crc32(value.tobytes()):08x}"
-    if callable(value):
-        return _name_of(value)
-    return _name_of(type(value))
-
-
-def _named(name: str, config: Mapping[str, Any]) -> str:
-    shown = {key: value for key, value in config.items() if key not in NO_SETTINGS and value != "sum_over_batch_size"}
-    settings = ", ".join(f"{key}={words_of(value)}" for key, value in sorted(shown.items()))
-    return f"{name}({settings})" if settings else name
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
+    return str(getattr(value, "__name__", type(value).__name__))
 
 
 def _settings(thing: Any) -> dict[str, Any]:
-    """Configuration of an optimizer, loss or metric; {} if its class cannot give it."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about lambdas, which nothing loads again
-            config = dict(thing.get_config())
-    except Exception:  # of the script's own code
-        return {}
-    return {name: value for name, value in config.items() if name not in NO_SETTINGS}
+    """Configuration of a layer, an optimizer, a loss or a metric; {} if its class cannot give it."""
+    with warnings.catch_warnings(), contextlib.suppress(Exception):  # of the script's own code
+        warnings.simplefilter("ignore")  # about lambdas, which nothing loads again
+        return dict(thing.get_config())
+    return {}
+
+
+def _entries(config: Mapping[str, Any], equals: str = "=") -> str:
+    entries = []
+    for key, value in sorted(config.items(), key=lambda item: str(item[0])):
+        if value is not None and key not in NO_SETTINGS and not str(key).endswith("_initializer"):
+            entries.append(f"{key}{equals}{words_of(value)}")
+    return ", ".join(entries)

@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -24,7 +23,7 @@ from ringtrain.errors import CheckpointError, ConfigError
 from ringtrain.monitor.journal import Journal
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.status import StatusLine
-from ringtrain.run import callback_state, checkpoint, evaluation, model_state, resume_check, run_folder
+from ringtrain.run import callback_state, checkpoint, evaluation, identity, model_state, run_folder
 from ringtrain.run.model_state import Arrays
 
 
@@ -67,8 +66,6 @@ class Start:
     """Metric sums of this rank, if in the middle of an epoch."""
     refused: tuple[str, ...] = ()
     """Why newer checkpoints were skipped."""
-    checksums: Mapping[str, str] = field(default_factory=dict)
-    """Of the data when the checkpoint was saved."""
     initial_epoch: int = 0
     """Epoch in which the run has begun, in whichever attempt."""
     frozen: Sequence[int] | None = None
@@ -217,12 +214,12 @@ def restore(
     must: bool,
     config: Config,
     numbers: Numbers,
-    of_name: Mapping[str, str] = MappingProxyType({}),
+    common: Mapping[str, str],
 ) -> Start:
     """Restores on every rank the newest valid checkpoint that rank 0 finds; returns the same position on all.
 
     `folder` is a run folder. Raises CheckpointError if no checkpoint is valid although there are some or one is
-    required, or it is of another model; ConfigError if it was made with other options or checksums `of_name`.
+    required, or it is of another model; ConfigError if it has not in common with this run what is in `common`.
     """
     newest, start = hvd.run_together(lambda: _find(folder, must) if hvd.rank() == 0 else (None, Start()))
 
@@ -230,13 +227,10 @@ def restore(
         """Loads the shared state; returns the local state of each rank: of its copies of the model, then metrics."""
         if newest is None:
             return None
-        resume_check.require_same_run(newest, config, numbers)
-        resume_check.require_same_job(newest, config, numbers, of_name)
+        identity.require_same(newest, common, config, numbers)
         if not model.optimizer.built:  # a second build of a LossScaleOptimizer would add its variables once more
             model.optimizer.build(model.trainable_variables)
         model_state.require_same_model(newest, model)
-        if not config.train.virtual_ranks:  # else accumulated gradients are equal on all ranks
-            resume_check.require_whole_update(newest, numbers)
         model_state.assign(model_state.shared_variables(model), newest.arrays("state"))
         return _local_states(newest, model, config.seed)
 
@@ -314,7 +308,6 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
     start = Start(newest.global_step, str(newest.folder), saved["metrics"], refused=tuple(refused))
     start = dataclasses.replace(
         start,
-        checksums=saved.get("checksums", {}),
         is_ended=saved.get("is_ended", False),
         initial_epoch=saved["numbers"].get("initial_epoch", 0),
         frozen=saved.get("frozen"),

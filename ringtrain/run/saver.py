@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from ringtrain import hvd
 from ringtrain.errors import CheckpointError, NonFiniteLoss, RunDirectoryError
-from ringtrain.run import checkpoint, model_state, tracking
+from ringtrain.run import checkpoint, identity, model_state, tracking
 from ringtrain.run.callback_state import CallbackState
 from ringtrain.run.model_state import Arrays
 
@@ -59,7 +59,8 @@ class Saver(keras.callbacks.Callback):
         self.lock = run.lock
         self.folder, self.config, self.clock, self.journal = run.checkpoints, run.config, run.clock, run.journal
         self.facts = {"config": dataclasses.asdict(run.config), "numbers": dataclasses.asdict(run.numbers)}
-        self.facts |= {"versions": tracking.versions(), "checksums": dict(run.checksums)}
+        common = identity.in_common(run.config, run.numbers, run.checksums, run.of_name)
+        self.facts |= {"versions": tracking.versions(), "in_common": common}
         self.metrics, self.best_by = dict(run.start.metrics), f"{run.validation.prefix}accuracy"
         self.is_due, self.while_saving, self.is_ended = is_due, while_saving, is_ended
         self.callback_state: CallbackState | None = run.callback_state

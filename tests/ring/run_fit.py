@@ -136,13 +136,17 @@ def another_run_is_not_resumed() -> None:
     adam, faster = keras.optimizers.Adam(0.05), keras.optimizers.SGD(0.1)
     given: Any
     for words, given, batch_size in (
-        ("set batch_size so that they are equal, or give fit another name", compiled(dense()), 16),
         (
-            "optimizer.learning_rate = 0.05, this run has 0.1: use the same value, or give fit",
+            "was made with global batch (batch_size x ranks) 32, this run has 16: give",
+            compiled(dense()),
+            16,
+        ),
+        (
+            "was made with learning rate 0.05, this run has 0.1: give fit",
             compiled(dense(), optimizer=faster),
             32,
         ),
-        ("was made with optimizer.name = 'SGD', this run has 'Adam'", compiled(dense(), optimizer=adam), 32),
+        ("was made with optimizer.name SGD, this run has Adam", compiled(dense(), optimizer=adam), 32),
         ("was made with number of layers 2, this run has 3", compiled(dense(keras.layers.Dense(8))), 32),
         ("was made with loss mse, this run has mae: give fit another name", compiled(dense(), "mae"), 32),
         ("was made with another training data: give fit another name", Y + 1, 32),

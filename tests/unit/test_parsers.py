@@ -159,7 +159,11 @@ EVENTS: list[dict[str, Any]] = [
     }
     for event in ("start", "save", "failure", "stall", "straggler", "end")
 ]
-MANIFEST = {"format": 2, "files": {"missing": {"bytes": 1, "sha256": "x"}}, "metrics": {"accuracy": 0.5}}
+MANIFEST = {
+    "format": checkpoint.FORMAT,
+    "files": {"missing": {"bytes": 1, "sha256": "x"}},
+    "metrics": {"accuracy": 0.5},
+}
 JSON: dict[str, tuple[Callable[[str, Path], Any], list[Any], tuple[type[Exception], ...]]] = {
     "plan": (read_plan, [{"size": 2, "hosts": [["a", 1], ["b", 1]], "source": "x"}], (ValueError,)),
     "failure": (read_failure, [vars(Failure(1, "a", 1.0, "E", "x", 3))], ()),
