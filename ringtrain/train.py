@@ -300,7 +300,7 @@ def _open_journal(process: Process, opening: Opening, hosts: Sequence[str]) -> N
     if opening.is_first:
         moments = process.stages.moments
         begun_s = moments["process" if process.is_first else "python"]
-        facts |= {"hosts": hosts, "begun_s": begun_s, "restore_s": moments["restored"] - moments["model"]}
+        facts |= {"hosts": hosts, "begun_s": begun_s}
         if process.is_first:
             facts["launched_s"] = process.attempt.launched_s
     process.journal.write(opening.event, **facts)

@@ -181,7 +181,7 @@ def time_cells(run: Run) -> dict[str, str]:
     for part, title in goodput.PARTS.items():
         seconds = spent.seconds[part]
         cells[title] = f"{duration(seconds)} ({seconds / spent.total_s:.1%})" if seconds >= 0.05 else ""
-    cells |= {"all": duration(spent.total_s), "goodput": f"{spent.share:.1%}", "starts": str(len(spent.attempts))}
+    cells |= {"all": duration(spent.total_s), "goodput": f"{spent.share:.1%}", "starts": str(spent.num_starts)}
     cells["hours of hosts"] = f"{spent.host_hours:,.2f}"
     if spent.best_interval_s:
         cells["time between checkpoints that would have cost least"] = duration(spent.best_interval_s)

@@ -187,7 +187,7 @@ def facts_of(run: Run) -> dict[str, Any]:
         "samples": run.samples,
         "num_ranks": summary.get("num_ranks") or run.numbers.get("num_ranks"),
         "started_s": min((event["time_s"] for event in run.events), default=None),
-        "starts": len(spent.attempts) if spent else None,
+        "starts": spent.num_starts if spent else None,
         "goodput": spent.share if spent else None,
         "seconds": spent.seconds if spent else {},
     }

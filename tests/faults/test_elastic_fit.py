@@ -64,8 +64,8 @@ def test_two_deaths_and_what_comes_back_change_no_bit(tmp_path: Path) -> None:
     assert changes(run_folder) == [(3, 2), (2, 3), (3, 2), (2, 3)]
 
     spent = goodput.of(journal.read(run_folder))
-    assert spent is not None and len(spent.attempts) == 1
-    assert spent.seconds["resize"] > 0 and spent.seconds["restart"] == 0
+    assert spent is not None and spent.num_starts == 1
+    assert spent.seconds["start"] > 0 and spent.seconds["away"] == 0
 
 
 def test_deaths_where_epochs_and_training_end_change_no_bit(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_random_kills_change_nothing(undisturbed: Path, tmp_path: Path, count, t
         assert spent is not None and len(spent.attempts) == 1 + len(kills)
         assert begun[0]["launched_s"] <= begun[0]["begun_s"]
         assert spent.total_s == pytest.approx(of_rank_0[-1]["time_s"] - begun[0]["launched_s"], rel=0.01)
-        assert min(spent.seconds[part] for part in ("steps", "start", "restore", "restart")) > 0
+        assert min(spent.seconds[part] for part in ("steps", "start")) > 0
     tally(
         f"{wanted} kills at random ({while_saving} of rank 0 inside a save), with restarts",
         f"{restarts} restarts, {repeated} steps repeated, every run ended, all weights as undisturbed, bit for bit;"
