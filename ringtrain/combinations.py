@@ -60,7 +60,6 @@ NOT_TOGETHER: Mapping[str, tuple[str, ...]] = {
     "hvd.compression bf16": ("hvd.groups", "hvd.op adasum"),
     "hvd.groups": ("hvd.deterministic", "hvd.op adasum"),
     "hvd.deterministic": ("hvd.fusion_mb",),
-    "device.memory_fraction": ("device.memory_mb",),
 }
 """Each with what it does not go together with. An option: it has another value than by default; a word after its name:
 a value that begins with this word."""

@@ -188,8 +188,6 @@ class DeviceConfig:
 
     memory_growth: bool = True
     """allocate GPU memory as needed instead of all at start"""
-    memory_fraction: Annotated[float, rule.SHARE] = 0.0
-    """fraction of a GPU's memory that is allocated at start, above 0 and up to 1; 0: see memory_growth"""
     memory_mb: Annotated[int, AT_LEAST_0] = 0
     """limit of GPU memory per rank, MB; 0: see memory_growth"""
     share_gpus: bool = False
@@ -209,7 +207,7 @@ class CheckpointConfig:
     every_minutes: Annotated[float, rule.FINITE] = 0.0
     """minutes between two checkpoints, rounded up to the next agreement (health.agree_every_steps); 0: none"""
     keep: Annotated[int, AT_LEAST_1] = 3
-    """number of newest checkpoints to keep, besides the best"""
+    """number of newest checkpoints to keep"""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -36,8 +35,6 @@ UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
 """errors of np.load"""
 UNFINISHED = ".unfinished-"
 REMOVED = ".removed-"
-READ_AGAIN_S = (0.5, 2.0)
-"""Pauses in seconds before a failed read is repeated: file servers can fail for a moment."""
 NAME = re.compile(r"step-(\d{8,})")
 """of a checkpoint"""
 
@@ -110,13 +107,9 @@ def save(
 def verify(folder: Path) -> Checkpoint:
     """Verifies every file of a checkpoint against its manifest.
 
-    Raises DamagedCheckpoint if a file is missing, truncated or changed; CheckpointError if it cannot be read, even
-    after retries, or a newer ringtrain wrote it.
+    Raises DamagedCheckpoint if a file is missing, truncated or changed; CheckpointError if it cannot be read, or
+    another ringtrain wrote it.
     """
-    for pause_s in READ_AGAIN_S:
-        with contextlib.suppress(OSError):
-            return _verify(folder)
-        time.sleep(pause_s)
     try:
         return _verify(folder)
     except OSError as error:
@@ -188,23 +181,12 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, refused
 
 
-def prune(folder: Path, keep: int, best_by: str) -> None:
-    """Removes all but the newest `keep` checkpoints and the one with the highest `best_by`. Raises OSError."""
+def prune(folder: Path, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints. Raises OSError."""
     for path in folder.glob(f"{REMOVED}*"):  # partly removed by a process that was killed
         shutil.rmtree(path, ignore_errors=True)
-    paths = saved_in(folder)
-    scores = {}
-    for path in paths:
-        score = _score(path, best_by)
-        if score is not None:
-            scores[path] = score
-    # The oldest of equal scores: within an epoch, a checkpoint still has the metrics of the previous epoch.
-    best = None
-    if scores:
-        best = max(reversed(paths), key=lambda path: scores.get(path, -math.inf))
-    for path in paths[keep:]:
-        if path != best:
-            _remove(path)
+    for path in saved_in(folder)[keep:]:
+        _remove(path)
 
 
 def remove_after(folder: Path, global_step: int) -> None:
@@ -297,14 +279,6 @@ def _uncompiled(model: Any) -> Iterator[None]:
 
 def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def _score(path: Path, metric: str) -> float | None:
-    try:
-        body = (path / MANIFEST).read_text(encoding="utf-8").partition("\n")[2]
-        return float(parse_json(body)["metrics"][metric])
-    except (FileNotFoundError, *INVALID):
-        return None
 
 
 def _sha256(path: Path) -> str:

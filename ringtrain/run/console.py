@@ -30,8 +30,6 @@ USUAL = {"accuracy": "{:.2%}", "loss": "{:.4f}"}
 """metrics that are shown with the result, and their format"""
 RESULT_WIDTH = 72
 """maximum number of columns of the rows of a result, where words allow it"""
-MIN_INPUT_SHARE, MIN_WAIT_SHARE, MIN_STEPS = 0.1, 0.25, 20
-"""shares of the steps waiting for data and for other ranks that are said, of at least so many steps"""
 
 
 class Terminal:
@@ -193,7 +191,6 @@ def show_result(terminal: Terminal, folder: Path, summary: Mapping[str, Any], pr
         rows |= _metrics_rows(summary["metrics"])
         rows["speed"] = speed(summary["images_per_s"], summary.get("samples", "images"))
         rows["time"] = f"{duration(summary['fit_s'])} of training, {duration(total_s)} in all"
-        rows |= waiting(summary.get("ranks", ()))
     if failed:
         rows["not saved"] = "; ".join(save["error"] for save in failed)
     if "not_exported" in summary:
@@ -217,32 +214,6 @@ def _metrics_rows(metrics: Mapping[str, Any]) -> dict[str, str]:
         if name.startswith(("test_", "val_")):
             formats.setdefault(name, "{:.4g}")
     return {name.replace("_", " "): text.format(metrics[name]) for name, text in formats.items() if name in metrics}
-
-
-def waiting(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Rows about the shares of the steps that ranks wait for data and for each other, where they are large."""
-    measured = [entry for entry in ranks if _is_measured(entry)]
-    totals = [entry["totals"] for entry in measured]
-    input_shares = [entry["input_s"] / entry["step_s"] for entry in totals]
-    wait_shares = [entry["wait_s"] / entry["step_s"] for entry in totals]
-    rows = {}
-    if max(input_shares, default=0.0) >= MIN_INPUT_SHARE:
-        rows["input"] = (
-            f"a rank waits {max(input_shares):.0%} of its steps for data: num_parallel_calls in the maps of a pipeline"
-            f" and prefetch at its end, or more threads per rank"
-        )
-    # One process has no allreduce, and may use the same cores.
-    on_one_host = len({entry["host"] for entry in measured}) == 1 < len(measured)
-    on_cpus = all(entry["device"].startswith("CPU") for entry in measured)
-    if on_one_host and on_cpus and min(wait_shares) >= MIN_WAIT_SHARE:
-        rows["allreduce"] = (
-            f"ranks wait {min(wait_shares):.0%} of their steps for it: one process with all cores may be faster"
-        )
-    return rows
-
-
-def _is_measured(times: Mapping[str, Any]) -> bool:
-    return bool(times) and times["totals"]["num_steps"] >= MIN_STEPS and times["totals"]["step_s"] > 0
 
 
 def _show_rows(terminal: Terminal, rows: Mapping[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import socket
@@ -26,8 +27,6 @@ class Pinning:
     gpu: int | None = None
     """Index in TensorFlow's list of this host's GPUs; None: CPU."""
     memory_growth: bool = False
-    memory_fraction: float = 0.0
-    """Fraction of the GPU's memory; 0: no limit."""
     memory_mb: int = 0
     """0: no limit."""
     num_threads: int = 0
@@ -43,8 +42,6 @@ class Pinning:
         memory = "memory as needed" if self.memory_growth else "all its memory"
         if self.memory_mb:
             memory = f"{self.memory_mb} MB"
-        elif self.memory_fraction:
-            memory = f"{self.memory_fraction:.0%} of its memory"
         if several:
             return f"{several}GPU, {memory}"
         return f"GPU {self.gpu}, {memory}"
@@ -87,19 +84,15 @@ def plan(
                 f"{host}: {local_size} {noun} with {num_devices} devices each, but {len(gpus)}"
                 f" GPUs: start fewer ranks on this host, or take fewer devices"
             )
-        return Pinning(first, *_memory(options), num_threads=num_threads, num_devices=num_devices)
-    if local_size > len(gpus) > 1 and not options.share_gpus:
-        raise DeviceError(
-            f"{host}: {local_size} ranks, but {len(gpus)} GPUs: start no more ranks on this host than it has GPUs, or"
-            f" let them share with --device.share-gpus"
-        )
-    return Pinning(local_rank % len(gpus), *_memory(options), num_threads=num_threads)
-
-
-def _memory(options: DeviceConfig) -> tuple[bool, float, int]:
-    """Growth, fraction and MB, as in Pinning."""
-    limited = options.memory_mb > 0 or options.memory_fraction > 0
-    return options.memory_growth and not limited, options.memory_fraction, options.memory_mb
+    else:
+        first = local_rank % len(gpus)
+        if local_size > len(gpus) > 1 and not options.share_gpus:
+            raise DeviceError(
+                f"{host}: {local_size} ranks, but {len(gpus)} GPUs: start no more ranks on this host than it has GPUs,"
+                f" or let them share with --device.share-gpus"
+            )
+    memory_growth = options.memory_growth and not options.memory_mb
+    return Pinning(first, memory_growth, options.memory_mb, num_threads, num_devices)
 
 
 def decide(
@@ -160,7 +153,7 @@ def pin(
             of_rank = range(pinning.gpu, pinning.gpu + num_devices)
             tf.config.set_visible_devices([gpus[index] for index in of_rank], "GPU")
             for index in of_rank:
-                _limit_memory(gpus[index], index, pinning)
+                _limit_memory(gpus[index], pinning)
         elif num_devices > 1:
             (cpu,) = tf.config.list_physical_devices("CPU")
             tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices)
@@ -244,14 +237,11 @@ def missing_gpu(pinning: Pinning, nccl: bool, environ: Mapping[str, str] = os.en
     )
 
 
-def _limit_memory(gpu: Any, index: int, pinning: Pinning) -> None:
+def _limit_memory(gpu: Any, pinning: Pinning) -> None:
     import tensorflow as tf
 
-    memory_mb = pinning.memory_mb
-    if pinning.memory_fraction:
-        memory_mb = int(pinning.memory_fraction * gpu_memory_mb(index))
-    if memory_mb:
-        limit = tf.config.LogicalDeviceConfiguration(memory_limit=memory_mb)
+    if pinning.memory_mb:
+        limit = tf.config.LogicalDeviceConfiguration(memory_limit=pinning.memory_mb)
         tf.config.set_logical_device_configuration(gpu, [limit])
     else:
         tf.config.experimental.set_memory_growth(gpu, pinning.memory_growth)
@@ -261,9 +251,12 @@ def identity(pinning: Pinning, environ: Mapping[str, str] = os.environ, driver: 
     """Returns the UUID of a rank's GPU, else its index on the host, to detect shared GPUs; "" for the CPU."""
     if pinning.gpu is None:
         return ""
-    uuid = (ctypes.c_ubyte * 16)()
-    if not _ask_driver("cuDeviceGetUuid", uuid, pinning.gpu, driver):
-        return f"GPU-{UUID(bytes=bytes(uuid))}"
+    uuid, device = (ctypes.c_ubyte * 16)(), ctypes.c_int()
+    with contextlib.suppress(OSError, AttributeError):
+        cuda = driver or ctypes.CDLL("libcuda.so.1")
+        failed = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), pinning.gpu)
+        if not (failed or cuda.cuDeviceGetUuid(ctypes.byref(uuid), device)):
+            return f"GPU-{UUID(bytes=bytes(uuid))}"
     visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if pinning.gpu < len(visible):
         return f"GPU {visible[pinning.gpu]}"
@@ -289,29 +282,3 @@ def of_kernels(
     chosen = sorted(name for name in environ if name.startswith(KERNEL_SETTINGS))
     settings = " ".join(f"{name}={environ[name]}" for name in chosen)
     return {"processor": processor, "setting of kernels": settings or "none", "TensorFlow": tf.__version__}
-
-
-def gpu_memory_mb(index: int, driver: Any = None) -> int:
-    """Returns a GPU's memory in MB from the CUDA driver, as TensorFlow does not report it. Raises DeviceError."""
-    size = ctypes.c_size_t()
-    failed = _ask_driver("cuDeviceTotalMem_v2", size, index, driver)
-    if failed:
-        raise DeviceError(
-            f"device.memory_fraction: the CUDA driver does not report the memory of GPU {index} ({failed}):"
-            f" give a limit in MB instead, with --device.memory-mb"
-        )
-    return size.value // 2**20
-
-
-def _ask_driver(function: str, answer: Any, gpu: int, driver: Any) -> Any:
-    """Fills `answer` by a function of the CUDA driver; returns its error, 0 if there is none."""
-    device = ctypes.c_int()
-    try:
-        cuda = driver or ctypes.CDLL("libcuda.so.1")
-        return (
-            cuda.cuInit(0)
-            or cuda.cuDeviceGet(ctypes.byref(device), gpu)
-            or getattr(cuda, function)(ctypes.byref(answer), device)
-        )
-    except (OSError, AttributeError) as error:
-        return error

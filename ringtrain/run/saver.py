@@ -61,7 +61,7 @@ class Saver(keras.callbacks.Callback):
         self.facts = {"config": dataclasses.asdict(run.config), "numbers": dataclasses.asdict(run.numbers)}
         common = identity.in_common(run.config, run.numbers, run.checksums, run.of_name)
         self.facts |= {"versions": tracking.versions(), "in_common": common}
-        self.metrics, self.best_by = dict(run.start.metrics), f"{run.validation.prefix}accuracy"
+        self.metrics = dict(run.start.metrics)
         self.is_due, self.while_saving, self.is_ended = is_due, while_saving, is_ended
         self.callback_state: CallbackState | None = run.callback_state
         if run.users_callbacks and self.callback_state is None:
@@ -242,7 +242,7 @@ class Saver(keras.callbacks.Callback):
             print(f"ringtrain: {text}; training continues", file=sys.stderr, flush=True)
         else:
             try:
-                checkpoint.prune(self.folder, self.config.checkpoint.keep, self.best_by)
+                checkpoint.prune(self.folder, self.config.checkpoint.keep)
             except OSError as error:
                 text = f"{error.filename or self.folder}: older checkpoints are not removed: {error.strerror}"
                 print(f"ringtrain: {text}", file=sys.stderr, flush=True)

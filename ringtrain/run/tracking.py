@@ -78,19 +78,9 @@ class Recorder(keras.callbacks.Callback):
         self.summaries = tf.summary.create_file_writer(str(self.folder / "tensorboard"))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if self.global_step == self.first_step:
-            self._report_gaps(epoch)
         self.epoch, self.evaluated_s = epoch, self.run.callbacks.evaluation.seconds
         self.epoch_begin_s = self.epoch_start_s = self.epoch_end_s = time.perf_counter()
         self.steps_before = self.last_step = self.global_step
-
-    def _report_gaps(self, epoch: int) -> None:
-        """Says which epochs before this one, counted from 0, are not in the records of the earlier ones."""
-        recorded = {record["epoch"] for record in self.epochs}
-        missing = sorted({*range(min(recorded, default=epoch + 1), epoch + 1)} - recorded)
-        if missing:
-            text = f"{self.folder / METRICS} lacks the metrics of epoch {', '.join(map(str, missing))}"
-            print(f"ringtrain: {text}", file=sys.stderr, flush=True)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self.run.gradient_norm is not None:

@@ -40,7 +40,7 @@ while True:
                     os.fsync(file.fileno())
     else:
         checkpoint.save(folder, step, files, {})
-    checkpoint.prune(folder, 3, "test_accuracy")
+    checkpoint.prune(folder, 3)
     print(step, flush=True)
 """
 

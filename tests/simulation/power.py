@@ -69,7 +69,7 @@ class Run:
         arrays = {"w": np.full(50, step)}
         checkpoint.save(folder / "checkpoints", step, {"state": arrays, "ranks": {}}, {"metrics": {}})
         self.recorder.events.append(("reported", step))
-        checkpoint.prune(folder / "checkpoints", self.keep, "accuracy")
+        checkpoint.prune(folder / "checkpoints", self.keep)
 
     def lose_power(self, root: Path, disk: Disk) -> Path:
         """Folder with what is left after a loss of power at any moment of the start."""

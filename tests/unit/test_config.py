@@ -102,7 +102,6 @@ VALUES = {
     "hvd.op": "adasum",
     "hvd.compression": "powersgd:2",
     "model.split": "layers:2",
-    "device.memory_fraction": 0.5,
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 from ringtrain.config import DeviceConfig
 from ringtrain.errors import DeviceError
 from ringtrain.protocol import cores
-from ringtrain.run.devices import Pinning, count_cores, gpu_memory_mb, identity, missing_gpu, plan
+from ringtrain.run.devices import Pinning, count_cores, identity, missing_gpu, plan
 
 
 def decide(num_gpus, local_rank, local_size, own_cores=8, host_cores=8, **options):
@@ -58,7 +58,6 @@ def test_memory_grows_unless_it_is_limited():
     assert decide(1, 0, 1) == Pinning(gpu=0, memory_growth=True, num_threads=8)
     assert decide(1, 0, 1, memory_growth=False) == Pinning(gpu=0, num_threads=8)
     assert decide(1, 0, 1, memory_mb=500) == Pinning(gpu=0, memory_mb=500, num_threads=8)
-    assert decide(1, 0, 1, memory_fraction=0.4) == Pinning(gpu=0, memory_fraction=0.4, num_threads=8)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,6 @@ def test_pinning_reads_well():
     assert str(Pinning(num_threads=4)) == "CPU, 4 threads"
     assert str(Pinning(gpu=1, memory_growth=True)) == "GPU 1, memory as needed"
     assert str(Pinning(gpu=1, memory_mb=500)) == "GPU 1, 500 MB"
-    assert str(Pinning(gpu=1, memory_fraction=0.25)) == "GPU 1, 25% of its memory"
 
 
 def test_a_containers_limit_counts(tmp_path):
@@ -157,16 +155,6 @@ class FakeDriver:
     def cuDeviceGetUuid(self, uuid, device):
         ctypes.memmove(uuid, bytes(range(16)), 16)
         return 0
-
-    def cuDeviceTotalMem_v2(self, size, device):
-        ctypes.cast(size, ctypes.POINTER(ctypes.c_size_t))[0] = 80 * 2**30 if device.value == 7 else 0
-        return 0
-
-
-def test_gpu_memory_comes_from_the_driver():
-    assert gpu_memory_mb(0, FakeDriver()) == 80 * 1024
-    with pytest.raises(DeviceError, match=r"memory of GPU 1 \(101\).*--device.memory-mb"):
-        gpu_memory_mb(1, FakeDriver())
 
 
 def test_a_gpu_is_known_by_its_uuid_else_by_its_place_on_the_host():

@@ -300,7 +300,7 @@ def test_a_slow_copy_is_completed_although_the_run_removes_the_checkpoint(tmp_pa
     complete = []
     for step in range(1, 25):
         saved(run, step)
-        checkpoint.prune(run / "checkpoints", 1, "accuracy")
+        checkpoint.prune(run / "checkpoints", 1)
         copy.add(run)
         time.sleep(0.03)
         complete += steps_in(there / "r")

@@ -132,7 +132,6 @@ def read_run(text: str, folder: Path) -> None:
 
 def read_manifest(text: str, folder: Path) -> None:
     written(folder, checkpoint.MANIFEST, f"{text}\n{text}")
-    assert isinstance(checkpoint._score(folder, "accuracy"), float | None)
     with pytest.raises(CheckpointError):
         checkpoint.verify(folder)
 

@@ -19,7 +19,7 @@ import pytest
 from ringtrain.config import Config, RunConfig
 from ringtrain.errors import RunDirectoryError
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import from_checkpoint, run_folder, tracking
+from ringtrain.run import from_checkpoint, run_folder
 
 
 def test_default_name_says_what_and_when(monkeypatch):
@@ -67,17 +67,6 @@ def test_a_complete_run_without_checkpoints_is_not_trained_again(tmp_path, capsy
     with pytest.raises(RunDirectoryError, match="is complete, but has no checkpoint any more"):
         look(tmp_path, 20)
     look(tmp_path, 30)  # more epochs are asked for
-
-
-@pytest.mark.parametrize(
-    ("recorded", "epoch", "missing"),
-    [([1, 2, 3], 3, ""), ([], 3, ""), ([3], 3, ""), ([1, 3], 3, "epoch 2"), ([1], 3, "epoch 2, 3")],
-)
-def test_epochs_that_the_metrics_lack_are_named(recorded, epoch, missing, tmp_path, capsys):
-    recorder = SimpleNamespace(epochs=[{"epoch": number} for number in recorded], folder=tmp_path)
-    tracking.Recorder._report_gaps(recorder, epoch)
-    message = capsys.readouterr().err
-    assert (f"lacks the metrics of {missing}\n" in message) if missing else not message
 
 
 def test_a_folder_of_a_run_that_was_killed_while_it_began_may_be_used(tmp_path):

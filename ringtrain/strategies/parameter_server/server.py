@@ -130,7 +130,6 @@ def restrict(settings: Any, pinning: devices.Pinning) -> None:
     own = settings.gpu_options
     own.visible_device_list = str(pinning.gpu)
     own.allow_growth = pinning.memory_growth
-    own.per_process_gpu_memory_fraction = pinning.memory_fraction
     if pinning.memory_mb:
         own.experimental.virtual_devices.add(memory_limit_mb=[pinning.memory_mb])
 
