@@ -1,10 +1,11 @@
-"""Fault injector, to test how a job handles failures: --chaos "rank=1 step=20 mode=kill".
+"""Fault injector, to test how a job handles failures: --chaos "rank=1 step=20 mode=sigkill".
 
 A fault happens once per run: it is recorded in the run folder, so that a restarted job continues past it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import random
@@ -13,9 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ringtrain.config import nearest
 from ringtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 AT_A_SAVE = ("disk-full", "corrupt-checkpoint")
 MODES = ("exception", "exit", "sigterm", "sigkill", "sigstop", "slow", "nan", *AT_A_SAVE)
-SHORT = {"kill": "sigkill", "term": "sigterm", "stop": "sigstop"}
-KEYS = ("rank", "step", "epoch", "mode", "during", "seed", "seconds")
-FORM = 'expected "rank=1 step=20 mode=sigkill"'
+FORM = (
+    'expected such as "rank=1 step=20 mode=sigkill", with step= or epoch=, seed= and seconds= as numbers; during=save'
+    f" and the modes {' and '.join(AT_A_SAVE)} are of rank 0; mode is one of {', '.join(MODES)}"
+)
 
 
 class ChaosError(Exception):
@@ -52,43 +53,24 @@ class Fault:
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """Parses faults, such as "rank=1 step=20 mode=kill", separated by commas; "": none. Raises ConfigError."""
+    """Parses faults, such as "rank=1 step=20 mode=sigkill", separated by commas; "": none. Raises ConfigError."""
     return tuple(_fault(part) for part in text.split(",") if part.strip())
 
 
 def _fault(text: str) -> Fault:
-    values: dict[str, str] = {}
-    for word in text.split():
-        key, equals, value = word.partition("=")
-        if not equals or key not in KEYS:
-            raise ConfigError(f"chaos: got {word!r}, {nearest(key, KEYS)} {FORM}")
-        values[key] = value
-    mode = values.get("mode", "")
-    mode = SHORT.get(mode, mode)
-    if mode.lower() not in MODES:
-        raise ConfigError(f"chaos: got mode={mode}, {nearest(mode.lower(), MODES)} {FORM}")
-    numbers: dict[str, Any] = {}
-    for key, kind in (("rank", int), ("step", int), ("epoch", int), ("seed", int), ("seconds", float)):
-        if key not in values:
-            continue
-        try:
-            numbers[key] = kind(values[key])
-        except ValueError:
-            raise ConfigError(f"chaos: got {key}={values[key]}, expected a number") from None
-        if numbers[key] < 0:
-            raise ConfigError(f"chaos: got {key}={values[key]}, expected 0 or more")
-    if values.get("during", "save") != "save":
-        raise ConfigError(f"chaos: got during={values['during']}, expected during=save")
-    if "step" in values and "epoch" in values:
-        raise ConfigError("chaos: step and epoch are both given: keep one")
-    during = values.get("during", "")
-    if mode.lower() == "disk-full":
-        during = "save"
-    fault = Fault(mode=mode.lower(), during=during, **numbers)
-    if fault.during and fault.mode in ("slow", "nan", "corrupt-checkpoint"):
-        raise ConfigError("chaos: during=save needs a mode that ends or stops the rank, or disk-full")
-    if fault.rank and (fault.during or fault.mode in AT_A_SAVE):
-        raise ConfigError(f"chaos: got rank={fault.rank}, expected rank=0, which writes checkpoints")
+    types = {"mode": str, "during": str, "seconds": float}
+    try:
+        values = dict(word.split("=") for word in text.split())
+        fault = Fault(**{key: types.get(key, int)(value) for key, value in values.items()})
+    except (ValueError, TypeError):
+        raise ConfigError(f"chaos: got {text.strip()!r}, {FORM}") from None
+    if fault.mode == "disk-full":
+        fault = dataclasses.replace(fault, during="save")
+    at_a_save = fault.during or fault.mode in AT_A_SAVE
+    is_right = fault.mode in MODES and fault.during in ("", "save") and not (fault.step and fault.epoch)
+    is_right = is_right and not (fault.during and fault.mode in ("slow", "nan", "corrupt-checkpoint"))
+    if not is_right or (fault.rank and at_a_save) or min(fault.rank, fault.step, fault.epoch, fault.seconds) < 0:
+        raise ConfigError(f"chaos: got {text.strip()!r}, {FORM}")
     return fault
 
 

@@ -70,15 +70,11 @@ class SlowRanks:
         due = []
         for row, part, times in slow:
             num_steps = row.own_steps - self._since[row.rank]
-            if row.rank not in self.named and lost_s(row, times, num_steps) >= MIN_LOST_S:
+            lost_s = num_steps * row.times.own_s * (1 - 1 / times)
+            if row.rank not in self.named and lost_s >= MIN_LOST_S:
                 due.append((row, part, times))
         self.named |= {row.rank for row, _, _ in due}
         return due
-
-
-def lost_s(row: Row, times: float, num_steps: int) -> float:
-    """Time that all ranks lost in `num_steps` to one that takes `times` the others' time for its own part of a step."""
-    return num_steps * row.times.own_s * (1 - 1 / times)
 
 
 def straggler_text(row: Row, part: str, times: float) -> str:

@@ -31,8 +31,6 @@ FORMAT = 3
 """Manifest format. 3: in_common is what all runs of one name have in common."""
 MANIFEST = "manifest.json"
 RESULT = "result.npz"
-UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
-"""errors of np.load"""
 UNFINISHED = ".unfinished-"
 REMOVED = ".removed-"
 NAME = re.compile(r"step-(\d{8,})")
@@ -208,34 +206,26 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def save_result(folder: Path, global_step: int, weights: Mapping[str, NDArray[Any]]) -> None:
+def save_result(folder: Path, weights: Mapping[str, NDArray[Any]]) -> None:
     """Writes the weights with which a run has ended, to be read without their classes; raises OSError."""
-    unfinished = folder / f"{UNFINISHED}{RESULT}"
+    unfinished, path = folder / f"{UNFINISHED}{RESULT}", folder / RESULT
+    path.unlink(missing_ok=True)  # of an earlier end
     try:
         with open(unfinished, "wb") as file:
-            np.savez(file, global_step=np.array(global_step), **weights)  # type: ignore[arg-type]
+            np.savez(file, **weights)  # type: ignore[arg-type]
             file.flush()
             os.fsync(file.fileno())
-        os.replace(unfinished, folder / RESULT)
+        os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def result_step(folder: Path) -> int:
-    """Returns the step after which the weights of `save_result` were written; -1 if there are none."""
-    try:
-        with np.load(folder / RESULT, allow_pickle=False) as file:
-            return int(file["global_step"])
-    except UNREADABLE:
-        return -1
 
 
 def load_result(folder: Path) -> dict[str, NDArray[Any]]:
     """Returns the weights of `save_result`; raises CheckpointError if they cannot be read."""
     try:
         with np.load(folder / RESULT, allow_pickle=False) as file:
-            return {name: file[name] for name in file if name != "global_step"}
-    except UNREADABLE as error:
+            return dict(file)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise CheckpointError(
             f"{folder / RESULT}: cannot be read: {_one_line(error)}: delete it, and the last checkpoint takes its place"
         ) from error

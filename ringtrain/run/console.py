@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import functools
 import math
 import os
 import shlex
 import sys
-import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,8 +26,6 @@ A_CALLBACK = "a callback"
 """why a run was stopped: one of its callbacks has set `stop_training`"""
 USUAL = {"accuracy": "{:.2%}", "loss": "{:.4f}"}
 """metrics that are shown with the result, and their format"""
-RESULT_WIDTH = 72
-"""maximum number of columns of the rows of a result, where words allow it"""
 
 
 class Terminal:
@@ -197,9 +193,7 @@ def show_result(terminal: Terminal, folder: Path, summary: Mapping[str, Any], pr
         rows["not exported"] = summary["not_exported"]
     if restarts:
         rows["restarts"] = f"{restarts}, the reasons are in summary.json"
-    wrap = functools.partial(textwrap.wrap, width=RESULT_WIDTH - 15, break_long_words=False, break_on_hyphens=False)
-    rows = {name: f"\n{'':<15}".join(wrap(value)) for name, value in rows.items()}
-    rows |= {"files": f"{folder}/", "next": f"ringtrain report {shlex.quote(str(folder))}"}  # whole, to be pasted
+    rows |= {"files": f"{folder}/", "next": f"ringtrain report {shlex.quote(str(folder))}"}
     terminal.print()
     _show_rows(terminal, rows)
     terminal.print(proof)

@@ -192,7 +192,7 @@ def complete_summary(process: Process, start: Start, is_trained: bool) -> Mappin
         of_script, is_ended = "script" in summary, summary.get("stopped_by") == console.A_CALLBACK
         # It is complete with all its files only; an export that has failed is tried again.
         has_all = "not_exported" not in summary and (folder / "model.keras").exists()
-        has_all = has_all or (of_script and checkpoint.result_step(folder) == start.global_step)
+        has_all = has_all or (of_script and (folder / checkpoint.RESULT).exists())
         has_all = has_all and summary.get("global_step") == start.global_step
         if has_all and (is_trained or is_ended):
             return summary

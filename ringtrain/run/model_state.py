@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import math
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,8 +18,6 @@ from ringtrain.hvd.keras_patches import layers_of, path_of, slots_of
 from ringtrain.run import checkpoint
 
 Arrays = dict[str, NDArray[Any]]
-Spec = list[dict[str, tuple[str, tuple[int, ...]]]]
-"""Dtype and shape of the arrays of each dictionary in a list."""
 
 
 def require_same_model(source: checkpoint.Checkpoint, model: keras.Model, weights_only: bool = False) -> None:
@@ -196,40 +194,26 @@ def arrays_of(variables: Mapping[int, Any], copy: int = 0) -> Arrays:
     return arrays
 
 
-def packed(states: Sequence[Arrays]) -> NDArray[np.uint8]:
-    """Concatenates the bytes of all arrays."""
-    parts = [np.zeros(0, np.uint8)]
-    for state in states:
-        parts += [array.reshape(-1).view(np.uint8) for array in state.values()]
-    return np.concatenate(parts)
+def joined(states: Sequence[Arrays]) -> Arrays:
+    """One dictionary of several ranks' arrays, or copies', by number and name."""
+    return {f"{number}/{name}": array for number, state in enumerate(states) for name, array in state.items()}
 
 
-def spec(states: Sequence[Arrays]) -> Spec:
-    kinds = []
-    for state in states:
-        kinds.append({name: (array.dtype.str, array.shape) for name, array in state.items()})
-    return kinds
+def to_bytes(states: Sequence[Arrays]) -> NDArray[np.uint8]:
+    """States as bytes, whose number follows from names, shapes and dtypes."""
+    file = io.BytesIO()
+    np.savez(file, **joined(states))  # type: ignore[arg-type]
+    return np.frombuffer(file.getbuffer(), np.uint8)
 
 
-def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    return np.dtype(dtype).itemsize * math.prod(shape)
-
-
-def unpacked(flat: NDArray[np.uint8], spec: Spec) -> list[Arrays]:
-    """Inverts `packed`."""
-    states = []
-    begin = 0
-    for kinds in spec:
-        state = Arrays()
-        for name, (dtype, shape) in kinds.items():
-            end = begin + num_bytes(dtype, shape)
-            state[name] = flat[begin:end].view(dtype).reshape(shape)
-            begin = end
-        states.append(state)
-    return states
+def from_bytes(row: NDArray[np.uint8], num_states: int) -> list[Arrays]:
+    """Inverts `to_bytes`."""
+    with np.load(io.BytesIO(row.data), allow_pickle=False) as file:
+        return by_rank(dict(file), num_states)
 
 
 def by_rank(arrays: Mapping[str, NDArray[Any]], num_ranks: int) -> list[Arrays]:
+    """Inverts `joined`."""
     of_ranks: list[Arrays] = [{} for _ in range(num_ranks)]
     for name, array in arrays.items():
         rank, _, key = name.partition("/")

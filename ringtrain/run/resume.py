@@ -235,20 +235,16 @@ def restore(
         return _local_states(newest, model, config.seed)
 
     by_rank = hvd.run_together(load)
-    spec: model_state.Spec = []
+    rows, length = None, 0
     if by_rank:
-        spec = model_state.spec(by_rank[0])
-    start, spec = hvd.broadcast_object((start, spec), 0, name="ringtrain_start")
+        rows = [model_state.to_bytes(states) for states in by_rank]
+        length = rows[0].size
+    start, length = hvd.broadcast_object((start, length), 0, name="ringtrain_start")
     hvd.broadcast_model(model, root_rank=0)
-    if not spec:
+    if not length:
         return start
-    length = 0
-    for kinds in spec:
-        length += sum(model_state.num_bytes(dtype, shape) for dtype, shape in kinds.values())
-    rows = None
-    if by_rank:
-        rows = [model_state.packed(states) for states in by_rank]
-    *own_states, metrics = model_state.unpacked(hvd.scatter_bytes(rows, length, name="ringtrain_own_state"), spec)
+    row = hvd.scatter_bytes(rows, length, name="ringtrain_own_state")
+    *own_states, metrics = model_state.from_bytes(row, hvd.num_copies(model) + 1)
     hvd.global_seed(create=True)
     for copy, state in enumerate(own_states):
         model_state.assign(model_state.own_variables(model), state, copy)

@@ -126,15 +126,16 @@ class Saver(keras.callbacks.Callback):
             digests_of_copies += copies
         of_rank = self._own_state(model_state.places_to_save(self.model, digests_of_copies))
         with hvd.during("reduce"):
-            rows: Any = hvd.gather_bytes(model_state.packed(of_rank), name="ringtrain_own_state")
+            rows: Any = hvd.gather_bytes(model_state.to_bytes(of_rank), name="ringtrain_own_state")
         files: dict[str, Any] | None = None
         facts: dict[str, Any] = {}
         if hvd.rank() == 0:
             facts, arrays = self._facts()
-            spec, of_ranks = model_state.spec(of_rank), []
+            of_ranks = []
             for row in rows:
-                of_ranks += model_state.unpacked(row, spec)
-            files = self._files(of_ranks, arrays)
+                of_ranks += model_state.from_bytes(row, len(of_rank))
+            state = model_state.shared_state(self.model, of_ranks)
+            files = {"state": state | arrays, "ranks": model_state.joined(of_ranks)}
         self.saved_step = step
         stall_s = time.perf_counter() - begin_s
         self.saves["count"] += 1
@@ -218,11 +219,6 @@ class Saver(keras.callbacks.Callback):
             facts["is_ended"] = self.is_ended()
             facts["callbacks"], arrays = self.callback_state.save()
         return facts, arrays
-
-    def _files(self, of_ranks: list[Arrays], arrays: Arrays) -> dict[str, Any]:
-        ranks = {f"{rank}/{name}": array for rank, state in enumerate(of_ranks) for name, array in state.items()}
-        state = model_state.shared_state(self.model, of_ranks)
-        return {"state": state | arrays, "ranks": ranks}
 
     def _write(self, step: int, files: dict[str, Any], facts: dict[str, Any]) -> None:
         """Writes a checkpoint, in a separate thread."""

@@ -296,7 +296,7 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
         try:
             if "script" in summary:
                 weights = model_state.arrays_of(dict(enumerate(run.model.weights)))
-                checkpoint.save_result(run.folder, run.clock.global_step, weights)
+                checkpoint.save_result(run.folder, weights)
             checkpoint.export(run.model, run.folder)
         except (CheckpointError, OSError) as error:  # the other files are written nevertheless
             summary["not_exported"] = str(error)

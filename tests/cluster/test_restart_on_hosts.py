@@ -82,7 +82,7 @@ def test_a_script_goes_on_with_all_ranks_that_are_left(three_hosts: lab.Lab, tmp
 @pytest.mark.parametrize(("keep", "ranks"), [((), 1), pytest.param(("--keep-hosts",), 2, marks=pytest.mark.quick)])
 def test_a_host_that_failed_twice_is_left_out(three_hosts: lab.Lab, tmp_path: Path, keep, ranks: int) -> None:
     """One rank goes on with the global batch of two."""
-    chaos = "rank=1 step=9 mode=kill, rank=1 step=15 mode=kill"
+    chaos = "rank=1 step=9 mode=sigkill, rank=1 step=15 mode=sigkill"
     words = launch(three_hosts, tmp_path, "host1:1,host2:1", "--max-restarts", "3", *keep, chaos=chaos)
     ended = three_hosts.run("host1", words, TIMEOUT_S, env={"PYTHONPATH": str(launching.ROOT)})
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -198,7 +198,7 @@ def test_training_under_srun_goes_on_as_if_nothing_had_happened(slurm, tmp_path)
     assert stopped.returncode == 143, stopped.stdout + stopped.stderr
     assert "stopped        after step 10, by SIGTERM" in stopped.stdout
     assert train("stopped", "rank=1 step=9 mode=sigterm").returncode == 0
-    killed = train("killed", "rank=1 step=21 mode=kill", "--max-restarts", "1")
+    killed = train("killed", "rank=1 step=21 mode=sigkill", "--max-restarts", "1")
     assert killed.returncode == 0, killed.stdout + killed.stderr
     assert "restart 1 of 1, after: " in killed.stderr and "(step 21" in killed.stderr
     assert checksum("stopped") == checksum("killed") == checksum("whole")

@@ -239,7 +239,7 @@ def test_ranks_come_and_go_and_nothing_is_different(start: Callable[..., Elastic
     The global batch of 51 stays, which two ranks share unevenly: weights are, up to rounding, those of one process.
     """
     epochs = 20
-    elastic = start(ONE, "--train.epochs", str(epochs), "--chaos", "rank=2 step=1 mode=kill")
+    elastic = start(ONE, "--train.epochs", str(epochs), "--chaos", "rank=2 step=1 mode=sigkill")
     elastic.wait_for_commits(2)
     elastic.attack()  # someone who is no part of the job calls its services in the meantime
     elastic.hosts.write_text(ONE + ANOTHER + THIRD)

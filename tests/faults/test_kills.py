@@ -38,7 +38,7 @@ def drawn(draw: random.Random, num_kills: int) -> str:
     kills = []
     for step in sorted(draw.sample(range(1, NUM_STEPS), num_kills)):
         saving = draw.random() < 0.25
-        kills.append(f"rank={0 if saving else draw.randrange(2)} step={step} mode=kill{' during=save' * saving}")
+        kills.append(f"rank={0 if saving else draw.randrange(2)} step={step} mode=sigkill{' during=save' * saving}")
     return ", ".join(kills)
 
 

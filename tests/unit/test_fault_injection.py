@@ -13,8 +13,8 @@ from ringtrain.monitor.journal import Journal, read
 
 def test_faults_as_they_are_typed():
     assert parse("") == ()
-    assert parse("rank=1 step=20 mode=kill") == (Fault("sigkill", rank=1, step=20),)
-    assert parse("mode=SIGTERM epoch=2, mode=slow seconds=0.5 rank=3 step=1") == (
+    assert parse("rank=1 step=20 mode=sigkill") == (Fault("sigkill", rank=1, step=20),)
+    assert parse("mode=sigterm epoch=2, mode=slow seconds=0.5 rank=3 step=1") == (
         Fault("sigterm", epoch=2),
         Fault("slow", rank=3, step=1, seconds=0.5),
     )
@@ -22,25 +22,24 @@ def test_faults_as_they_are_typed():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text",
     [
-        ("rank=1 step=20", "got mode=, expected one of"),
-        ("rank=1 mode=kil", "got mode=kil, "),
-        ("ranc=1 mode=kill", "got 'ranc=1', did you mean rank?"),
-        ("rank=one mode=kill", "got rank=one, expected a number"),
-        ("rank=-1 mode=kill", "got rank=-1, expected 0 or more"),
-        ("step=1 epoch=1 mode=kill", "step and epoch are both given"),
-        ("rank=1 during=save mode=kill", "got rank=1, expected rank=0"),
-        ("rank=1 mode=disk-full", "got rank=1, expected rank=0"),
-        ("during=save mode=nan", "during=save needs a mode"),
-        ("during=lunch mode=kill", "got during=lunch"),
-        ("kill", "got 'kill'"),
+        "rank=1 step=20",
+        "rank=1 mode=kil",
+        "ranc=1 mode=sigkill",
+        "rank=one mode=sigkill",
+        "rank=-1 mode=sigkill",
+        "step=1 epoch=1 mode=sigkill",
+        "rank=1 during=save mode=sigkill",
+        "rank=1 mode=disk-full",
+        "during=save mode=nan",
+        "during=lunch mode=sigkill",
+        "sigkill",
     ],
 )
-def test_what_is_no_fault_is_said(text, said):
-    with pytest.raises(ConfigError, match=r"^chaos: ") as caught:
+def test_what_is_no_fault_is_said(text):
+    with pytest.raises(ConfigError, match=rf"^chaos: got '{text}', expected such as"):
         parse(text)
-    assert said in str(caught.value)
 
 
 def happens_at(faults, rank, folder, steps=60) -> list[int]:
