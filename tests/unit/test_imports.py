@@ -24,7 +24,6 @@ BEFORE_THE_CONFIGURATION = [
         "models",
         "strategies",
         "optim.schedules",
-        "monitor.trace",
         "monitor.journal",
         "monitor.diagnosis",
     ),
