@@ -209,8 +209,8 @@ PLANTED = (
     ),
     # Resume
     Mutant(
-        *("ranks begin without rank 0's weights", RESUME, "hvd.broadcast_model(model, root_rank=0)\n    if not length:"),
-        *("if not length:", RESUMED, LONG + r"&Adam"),
+        *("ranks begin without rank 0's weights", RESUME),
+        *("hvd.broadcast_model(model, root_rank=0)\n    if not length:", "if not length:", RESUMED, LONG + r"&Adam"),
     ),
     Mutant(
         *("slots are not restored", "run/model_state.py", "[*model.weights, *slots_of(model)])", "[*model.weights])"),
