@@ -23,8 +23,6 @@ sync:           broadcast of a model's whole state; verification that ranks agre
 together:       actions whose error on one rank is raised on all of them
 averaging:      verification that an update receives the ranks' gradients combined
 placement:      check that ranks run where the launcher planned them, each on its own GPU
-monitoring:     monitor of this process: that of a run, or of a script whose ranks wait for different collectives
-rendezvous:     removal of the addresses by which Gloo's ranks have found each other
 elastic:        Keras state of elastic runs, and `run`
 model_parallel: a model over several devices of a rank
 """
@@ -121,6 +119,7 @@ from ringtrain.hvd.collectives import (
     broadcast_,
     broadcast_object,
     broadcast_object_fn,
+    broadcast_variables,
     copies_of,
     gather_bytes,
     grouped_allreduce,
@@ -143,7 +142,6 @@ from ringtrain.hvd.distributed import (
 from ringtrain.hvd.keras_patches import jit_gradients, optimizers_of, ranks_reduce
 from ringtrain.hvd.model_parallel.columns import Whole, columns_of, refuse_optimizer, whole_variables
 from ringtrain.hvd.model_parallel.stages import split
-from ringtrain.hvd.monitoring import broadcast_variables
 from ringtrain.hvd.optimizer import (
     DistributedGradientTape,
     DistributedOptimizer,

@@ -13,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.errors import RingtrainError
-from ringtrain.hvd import monitoring
 from ringtrain.hvd.backend import Sum, horovod
 from ringtrain.hvd.collectives import allgather_object
 from ringtrain.hvd.keras_patches import has_schedule, has_weights, innermost, reduction_of, velocities
@@ -39,8 +38,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.root_rank = root_rank
         self.device = device
         self.broadcast_done = False
-        self._activity: monitoring.MainThread | None = None
-        self._epoch = self._trained = 0
         self._local_variables: list[Any] = []
         single = isinstance(local_variables, keras.Variable | tf.Variable)
         for variable in [local_variables] if single else (local_variables or []):
@@ -61,27 +58,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             batches = (reduction.process_set.process_set_id, socket.gethostname(), steps, epochs)
         ranks = allgather_object((has_weights(self.model), batches), name="ringtrain_train_begin")
         refuse_other_batches([batches for _, batches in ranks])
-        self._activity = monitoring.begin()
         if not self.broadcast_done and all(built for built, _ in ranks):
             self._broadcast()
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch = epoch + 1
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._activity:
-            self._activity.step = f"in epoch {self._epoch}, batch {batch + 1}"
-
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._trained = batch + 1
-        if self._activity:
-            self._activity.step = f"after epoch {self._epoch}, batch {self._trained}"
         if not self.broadcast_done:
             self._broadcast()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._activity:  # with a generator, Keras begins one batch more than exist
-            self._activity.step = f"after epoch {self._epoch}, batch {self._trained}"
 
     def _broadcast(self) -> None:
         broadcast_model(self.model, self.root_rank, self._local_variables, device=self.device or CPU)

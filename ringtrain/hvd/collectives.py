@@ -25,7 +25,6 @@ from ringtrain.hvd.backend import WITH_HOROVOD, Adasum, Average, Compression, Pr
 from ringtrain.hvd.keras_patches import report_trained_alone, teach_keras
 from ringtrain.hvd.placement import CPU, check_local_placement
 from ringtrain.hvd.process import PROCESS, elastic, open_sockets
-from ringtrain.hvd.rendezvous import forget_addresses
 from ringtrain.protocol.env import mark_rank
 from ringtrain.protocol.failures import report_init, report_left, report_process, report_uncaught
 from ringtrain.protocol.launchers import launched_local_size, launched_rank, launched_size, names
@@ -49,25 +48,16 @@ def init(*args: Any, **kwargs: Any) -> None:
 
     Raises:
         PlacementError: The rank runs on another host or local rank than planned, or its world has another size.
-        LaunchError: `shutdown` has finalized MPI, which starts only once in a process, or Horovod runs already,
-            without a process set that is given.
+        LaunchError: `shutdown` was called before.
     """
-    if PROCESS.has_finalized_mpi:
+    if PROCESS.has_ended:
         raise LaunchError(
-            "hvd.init after hvd.shutdown: MPI starts only once in a process: call hvd.init once, and hvd.shutdown at"
+            "hvd.init after hvd.shutdown: ranks meet only once in a process: call hvd.init once, and hvd.shutdown at"
             " the end of the process or not at all"
         )
     prepare_environment(os.environ, Path(sys.prefix), len(os.sched_getaffinity(0)), bool(horovod.nccl_built()))
-    before, is_running = open_sockets(), horovod.is_initialized()
-    try:
-        horovod.init(*args, **kwargs)
-    except KeyError as error:  # Horovod looks for the ranks of the set among those that it has made at its start
-        if not is_running:
-            raise
-        raise LaunchError(
-            f"hvd.init: Horovod runs already, without a process set of ranks {list(*error.args)}: give process_sets to"
-            f' the first hvd.init of the process, or process_sets="dynamic" there and hvd.add_process_set here'
-        ) from None
+    before = open_sockets()
+    horovod.init(*args, **kwargs)
     teach_keras()
     PROCESS.sockets |= open_sockets() - before
     number = horovod.rank()
@@ -84,8 +74,6 @@ def init(*args: Any, **kwargs: Any) -> None:
     report_init(number)
     if not args and not kwargs.get("comm"):  # else the caller wants a subset of the launcher's ranks
         check_local_placement()
-    if not is_running and not elastic():  # an elastic job's server begins anew with each set of ranks
-        forget_addresses()
 
 
 def rank() -> int:
@@ -103,15 +91,9 @@ def size() -> int:
 
 
 def shutdown() -> None:
-    """Ends Horovod and this rank's monitor. `init` may be called again, but over MPI it then raises LaunchError."""
-    used_mpi = WITH_HOROVOD and horovod.is_initialized() and horovod.mpi_enabled()
+    """Ends Horovod. `init` then raises LaunchError, except in an elastic run, whose ranks meet again."""
+    PROCESS.has_ended |= WITH_HOROVOD and horovod.is_initialized() and not elastic()
     horovod.shutdown()
-    if used_mpi:  # Horovod finalizes MPI if it has started it, and not if the script did, by importing mpi4py.MPI first
-        mpi4py = sys.modules.get("mpi4py.MPI")
-        PROCESS.has_finalized_mpi = mpi4py is None or mpi4py.Is_finalized()
-    if PROCESS.monitor is not None:
-        PROCESS.monitor.stop()
-        PROCESS.monitor = None
 
 
 def prepare_environment(environ: MutableMapping[str, str], prefix: Path, num_cores: int, nccl: bool) -> None:
@@ -387,6 +369,7 @@ def _exchange(sent: NDArray[np.uint8], splits: list[int], name: str) -> NDArray[
     return array
 
 
+@tf.autograph.experimental.do_not_convert  # in a script's tf.function
 def broadcast_variables(
     variables: Sequence[Any],
     root_rank: int,
@@ -394,7 +377,15 @@ def broadcast_variables(
     inplace: bool = False,
     device: str = CPU,
 ) -> None:
-    """Broadcasts variables, matched by index since automatic layer names may differ; monitoring wraps this."""
+    """Sets Keras or TensorFlow variables of every rank to the values of `root_rank`.
+
+    Args:
+        variables: The same number on every rank, of the same shapes and dtypes, matched by index.
+        root_rank: Rank that sends.
+        process_set: Ranks that take part.
+        inplace: Use Horovod's in-place broadcast, which saves memory and supports floating-point types only.
+        device: Addition of ringtrain. Device of the broadcast; ignored with `inplace`.
+    """
     values = [tensor_of(variable) for variable in variables]
     if inplace:
         horovod.broadcast_variables(values, root_rank, process_set=process_set, inplace=True)

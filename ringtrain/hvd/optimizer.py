@@ -27,10 +27,9 @@ from ringtrain.hvd.keras_patches import (
     set_untracked,
     teach_keras,
 )
-from ringtrain.hvd.process import PROCESS, elastic
+from ringtrain.hvd.process import PROCESS
 from ringtrain.hvd.reducer import name_of
 from ringtrain.hvd.reduction import Reduction
-from ringtrain.hvd.step_timing import PLACE
 
 
 def DistributedOptimizer(
@@ -239,9 +238,6 @@ def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **kwargs: Any
     if not bound.arguments["sparse_as_dense"]:
         _sum_sparse_in_one_order(tape, bound.arguments)
     _name_by_order(tape, bound.arguments["sparse_as_dense"])
-    reduce, num_ranks = tape._allreduce_grads, bound.arguments["process_set"].size()
-    if num_ranks > 1 and not elastic():
-        tape._allreduce_grads = lambda grads, *rest: PLACE.reducing(num_ranks, grads, lambda: reduce(grads, *rest))
     # Horovod's tape calls super(self.__class__, self), which recurses without end in a subclass.
     gradient, register, divide = tape.gradient, tape.register_local_source, tape.get_local_and_global_gradients
 

@@ -30,11 +30,10 @@ class ProcessState:
     """sockets that `init` has opened: see `open_sockets`"""
     mpi_world: Any = None
     """communicators of `mpi_backend`; None before `init` and after `shutdown`"""
-    monitor: Any = None
-    """`heartbeat.Monitor` of a run, else of the script; None until a collective starts it, and after `shutdown`"""
     host_changes: queue.Queue[Any] = field(default_factory=queue.Queue)
     """changes of hosts that an elastic run has not handled; `shutdown` keeps them: the driver announces each once"""
-    has_finalized_mpi: bool = False
+    has_ended: bool = False
+    """`shutdown` was called, and ranks meet only once"""
     has_started: bool = False
     """`init` was called, also if `shutdown` was called since"""
     trained_alone: Any = None

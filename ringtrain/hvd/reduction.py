@@ -15,7 +15,6 @@ from ringtrain.hvd.collectives import refuse_xla, tensor_of, unique_in_graph
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.process import elastic
 from ringtrain.hvd.reducer import Compressor, Reducer, name_of
-from ringtrain.hvd.step_timing import PLACE
 
 OP_WORDS = {Average: "averaged", Sum: "summed", Adasum: "combined by Adasum"}
 
@@ -75,9 +74,7 @@ class Reduction:
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
         """Reduces gradients (tensors or `IndexedSlices`, not None) except `local` ones; shapes and dtypes stay."""
         if not tf.executing_eagerly():
-            if self._alone():
-                return self._reduce(gradients, variables, local)
-            return PLACE.reducing(self.process_set.size(), gradients, lambda: self._reduce(gradients, variables, local))
+            return self._reduce(gradients, variables, local)
         # In a graph, Horovod negotiates and fuses all tensors together; eager tensors are sent one after the other.
         specs = [_spec(gradient) for gradient in gradients]
         key = (tuple(id(tensor_of(variable)) for variable in variables), tuple(local), tuple(specs))

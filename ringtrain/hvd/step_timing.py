@@ -55,7 +55,6 @@ class PhaseTracker:
         self._since_s = time.perf_counter()
         self.on_change: Callable[[], None] = lambda: None
         self._moments: tf.Variable | None = None
-        self._awaited: tf.Variable | None = None
 
     def enter(self, phase: str, counted_as: str = "") -> None:
         """Begins a phase, whose seconds may count as those of another."""
@@ -88,29 +87,6 @@ class PhaseTracker:
         # Takes a tenth of the time of Variable.numpy.
         first, second, third = tf.raw_ops.ReadVariableOp(resource=self._moments.handle, dtype=tf.float64).numpy()
         return float(first), float(second), float(third)
-
-    def awaited(self) -> int:
-        """Number of ranks in the reduction of gradients that this rank waits for; 0: none is in progress."""
-        return 0 if self._awaited is None else int(self._awaited)
-
-    def reducing(self, num_ranks: int, gradients: Any, reduce: Callable[[], Any]) -> Any:
-        """Returns `reduce()`; meanwhile, from when the gradients are ready, `awaited` returns `num_ranks`."""
-        is_noted = not tf.distribute.has_strategy()
-        with tf.init_scope(), tf.device("CPU:0"):
-            is_noted = is_noted and tf.executing_eagerly()
-            if is_noted and self._awaited is None:
-                self._awaited = tf.Variable(0, trainable=False)
-        if not is_noted:
-            return reduce()
-        self._await(num_ranks, gradients)
-        reduced = reduce()
-        self._await(0, reduced)
-        return reduced
-
-    def _await(self, num_ranks: int, tensors: Any) -> None:
-        flat = [tensor for tensor in tf.nest.flatten(tensors, expand_composites=True) if tf.is_tensor(tensor)]
-        with tf.control_dependencies(flat), tf.device("CPU:0"):
-            self._awaited.assign(num_ranks, read_value=False)  # type: ignore[union-attr]
 
     def note(self, moment: str, tensors: Any) -> list[Any]:
         """Adds graph nodes that record when tensors are ready, and returns the last one; empty without `watch`."""

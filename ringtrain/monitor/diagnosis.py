@@ -1,20 +1,15 @@
 """Which rank stalls, for how long and what is reported: found in the heartbeats of all ranks.
 
-Pure, standard library only. There are two rules for stalls. In a run, whose loop is ringtrain's, the phase of a rank is
-known, and the rank that the others wait for is named. In a script, a graph or Python code may compute, so that only
-ranks that wait for each other forever end the job.
+Pure, standard library only.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-from ringtrain.protocol.env import STALL_TIMEOUT
+from typing import Any
 
 HEARTBEAT_S = 1.0
 SILENT_S = 3.0
@@ -40,8 +35,6 @@ STATES = {
     "D": "its process waits for a disk or a file server",
     "Z": "its process has exited",
 }
-JOIN = "join"
-"""collective of a rank that takes part in the other ranks' reductions"""
 
 
 @dataclass(frozen=True)
@@ -93,16 +86,6 @@ class Row:
     """stacks of its threads, if requested"""
     saw: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """result of status.look_at for each silent rank of its host, by rank"""
-    line: str = ""
-    """line of a script's own code that its main thread is in"""
-    after: str = ""
-    """the script's step, in words"""
-    collective: str = ""
-    """collective that the main thread of a script waits in"""
-    num_ranks: int = 0
-    """ranks that the collective needs"""
-    is_in_graph: bool = False
-    """whether the main thread of a script waits for a TensorFlow graph"""
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "times": vars(self.times)}
@@ -261,23 +244,8 @@ class Finding:
     """ranks to which the report belongs"""
 
 
-class Stalls(Protocol):
-    """Rule for stalls: what it remembers of earlier looks at the heartbeats."""
-
-    has_warned: bool
-
-    def look(self, rows: Collection[Row], now_s: float) -> Finding:
-        """Looks at the rows of all ranks that have sent a heartbeat, each second; `now_s` is a steady clock."""
-
-    def asked(self, rows: Collection[Row]) -> list[int] | None:
-        """Ranks whose stacks the report needs, besides rank 0's; None: no report is due."""
-
-    def has_lost_rank_0(self, rows: Sequence[Row], rank: int) -> bool:
-        """Whether this rank ends the job because rank 0, the first row, sends no heartbeat; its own row follows."""
-
-
-class RunStalls:
-    """Stalls of a run: no rank makes progress for the timeout, see `limit_s`; a warning precedes, see `warning_s`."""
+class Stalls:
+    """Rule for stalls: no rank makes progress for the timeout, see `limit_s`; a warning precedes, see `warning_s`."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -285,6 +253,7 @@ class RunStalls:
         self._asked_s: float | None = None
 
     def look(self, rows: Collection[Row], now_s: float) -> Finding:
+        """Looks at the rows of all ranks that have sent a heartbeat, each second; `now_s` is a steady clock."""
         if idle_s(rows) <= 2 * HEARTBEAT_S:
             self.has_warned, self._asked_s = False, None
         warning = self._warning(rows)
@@ -300,11 +269,13 @@ class RunStalls:
         return Finding(warning)
 
     def asked(self, rows: Collection[Row]) -> list[int] | None:
+        """Ranks whose stacks the report needs, besides rank 0's; None: no report is due."""
         if self._asked_s is None:
             return None
         return [row.rank for row in blocking_ranks(rows)]
 
     def has_lost_rank_0(self, rows: Sequence[Row], rank: int) -> bool:
+        """Whether this rank ends the job because rank 0, the first row, sends no heartbeat; its own row follows."""
         # Rank 1 reports for all. Without it, each rank reports.
         delay_s = REPORT_FIRST_S if rank > 1 else 0.0
         return rows[0].is_silent and idle_s(rows) > limit_s(rows, self.timeout_s) + delay_s
@@ -323,69 +294,6 @@ class RunStalls:
             return ""
         self.has_warned = True
         return "; ".join(sentence(row, rows) for row in blocking[:3]) + waiting_ranks
-
-
-class ScriptStalls:
-    """Stalls of a script: for the timeout, all ranks wait in collectives of which each lacks ranks.
-
-    Ranks in a graph that may compute or read are named in one warning, and the job continues.
-    """
-
-    def __init__(self, timeout_s: float, size: int) -> None:
-        self.timeout_s, self.size = timeout_s, size
-        self.has_warned = False
-
-    def look(self, rows: Collection[Row], now_s: float) -> Finding:
-        heard = sorted((row for row in rows if not row.is_silent and not row.is_done), key=_rank)
-        if not is_standstill(heard, self.size, self.timeout_s):
-            return Finding()
-        if is_deadlock(heard):
-            return Finding(stall=report_different_collectives(heard), blocking=heard[:1])
-        in_graph = [row for row in heard if not row.collective]
-        if self.has_warned or not in_graph:
-            return Finding()
-        self.has_warned = True
-        return Finding(
-            f"the other ranks have waited for {min(row.idle_s for row in in_graph):.0f} s for"
-            f" {'; '.join(map(position, in_graph))}: a graph may compute or read, so the job is not ended"
-        )
-
-    def asked(self, rows: Collection[Row]) -> list[int] | None:
-        return None
-
-    def has_lost_rank_0(self, rows: Sequence[Row], rank: int) -> bool:
-        return False  # Python code may hold the GIL for as long as it likes
-
-
-def is_standstill(rows: Collection[Row], size: int, limit_s: float) -> bool:
-    """Returns whether `size` ranks are idle for `limit_s` in collectives or graphs, and not all in one collective."""
-    all_idle = all(row.idle_s >= limit_s and (row.collective or row.is_in_graph) for row in rows)
-    return len(rows) == size and all_idle and len({row.collective for row in rows}) > 1
-
-
-def is_deadlock(rows: Collection[Row]) -> bool:
-    """Returns whether stalled ranks wait for each other forever: no collective has all of its ranks."""
-    if any(row.collective in ("", JOIN) for row in rows):  # "" may compute, join takes part in the others' reductions
-        return False
-    num_waiting = Counter((row.collective, row.num_ranks) for row in rows)
-    return all(count < num_ranks for (_, num_ranks), count in num_waiting.items())
-
-
-def position(row: Row) -> str:
-    """Position of a script's rank, e.g. "rank 0 on host1: in allreduce loss at fit.py:9, after epoch 1, batch 2"."""
-    where = f"in {row.collective}" if row.collective else "in a TensorFlow graph"
-    step = f", {row.after}" if row.after else ""
-    return f"rank {row.rank} on {row.host}: {where} at {row.line}{step}"
-
-
-def report_different_collectives(rows: Collection[Row]) -> str:
-    """Stall report of a script."""
-    positions = "\n".join(f"  {position(row)}" for row in rows)
-    return (
-        f"ranks have waited for different things for {min(row.idle_s for row in rows):.0f} s\n{positions}\nall ranks"
-        " must call the same collectives in the same order: look for different numbers of batches, and for"
-        f" collectives under a condition such as hvd.rank() == 0. {STALL_TIMEOUT} sets the seconds, 0 for never"
-    )
 
 
 def _progress(row: Row) -> tuple[int, int]:

@@ -1,8 +1,7 @@
 """The monitor of a rank: it reports what the rank does each second, and names blocking ranks and stragglers.
 
 A background thread of each rank connects to that of rank 0. Steps have no additional collective, and training does not
-depend on the thread: a rank that cannot connect to rank 0 prints one line and continues. Runs and scripts have the same
-monitor. They differ in the activity that it reports and in the rule for stalls, see diagnosis.py.
+depend on the thread: a rank that cannot connect to rank 0 prints one line and continues.
 """
 
 from __future__ import annotations
@@ -45,14 +44,13 @@ class Activity(Protocol):
 class Monitor:
     """Heartbeat thread of one rank, which exits the process with code 75 when the job stalls.
 
-    The constructor is a collective. A context manager around training, or `start` and `stop`.
+    The constructor is a collective. A context manager around training.
 
     Args:
         rank: This rank.
         size: Number of ranks.
         activity: What this rank does.
         timeout_s: Seconds without progress after which the job ends; 0: never. Rank 0's is every rank's.
-        make_stalls: Returns the rule for stalls, given the timeout.
         broadcast: Returns rank 0's value on every rank. Collective.
         straggler_factor: Multiple of the other ranks' time at which a rank is a straggler; 0: none is.
         descriptor: That of this rank's status line; -1: it has none.
@@ -65,7 +63,6 @@ class Monitor:
         size: int,
         activity: Activity,
         timeout_s: float,
-        make_stalls: Callable[[float], Stalls],
         broadcast: Callable[[Any], Any],
         *,
         straggler_factor: float = 0.0,
@@ -83,7 +80,7 @@ class Monitor:
         address = (row, transport.own_addresses(), self._transport.port, self._transport.token, timeout_s, is_wanted)
         self._rank_0, addresses, self._port, self._transport.token, self.timeout_s, self._is_wanted = broadcast(address)
         self._addresses = ["127.0.0.1", *addresses] if self._rank_0.host == self.host else addresses
-        self.stalls = make_stalls(self.timeout_s)
+        self.stalls = Stalls(self.timeout_s)
         self._leaving, self._connected = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ringtrain-heartbeat", daemon=True)
         self._progress: Any = None

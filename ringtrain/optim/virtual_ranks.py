@@ -196,11 +196,7 @@ class SumsOverVirtualRanks:
             for values in part.summands(is_first=number == 0):
                 row += values
             rows.append(row)
-
-        def reduce() -> list[Any]:
-            return reduced_by_dtype(rows, lambda parts: sum_of_all(parts, self.num, reduction))
-
-        sums = iter(PLACE.reducing(reduction.place()[1], rows, reduce))
+        sums = iter(reduced_by_dtype(rows, lambda parts: sum_of_all(parts, self.num, reduction)))
         gradients = list(parts[0].gradients)
         for index in places:
             gradients[index] = next(sums) / self.num

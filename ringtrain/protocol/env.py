@@ -40,8 +40,6 @@ FOR_SCRIPT = "RINGTRAIN_FOR_SCRIPT"
 """options that a command such as `ringtrain sweep` gives the script that it starts, as JSON: for_script.py"""
 LEASE = "RINGTRAIN_LEASE_S"
 """seconds without the launcher's heartbeat after which a host ends its part of the job"""
-STALL_TIMEOUT = "RINGTRAIN_STALL_TIMEOUT"
-"""seconds without progress after which a script whose ranks wait for each other ends; 0: never"""
 YIELDING = "OMPI_MCA_mpi_yield_when_idle"
 """with it, waiting ranks of Open MPI yield their cores"""
 OF_A_RANK = re.compile(

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ringtrain.monitor import diagnosis, heartbeat
+from ringtrain.monitor import heartbeat
 
 if TYPE_CHECKING:
     from ringtrain.run.context import RunContext
@@ -32,8 +32,7 @@ def add_monitor(run: RunContext) -> None:
         run.size,
         run.step_timer,
         health.stall_timeout,
-        diagnosis.RunStalls,
-        hvd.monitoring.broadcast,
+        lambda value: hvd.broadcast_object(value, name="ringtrain_heartbeat"),
         straggler_factor=health.straggler_factor,
         descriptor=run.status.descriptor,
         write_event=run.journal.write,
@@ -48,7 +47,7 @@ def monitored(run: RunContext, monitor: heartbeat.Monitor) -> Iterator[None]:
     # The status is in shared memory: others read it also where this rank hangs, and cannot say anything itself.
     tracker = hvd.step_timing.PLACE
     tracker.on_change = lambda: run.status.put(run.clock.global_step, tracker.phase)
-    with hvd.monitoring.replaced_by(monitor):
+    with monitor:
         try:
             yield
         except Exception as error:

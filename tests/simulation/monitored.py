@@ -1,12 +1,12 @@
 """Ranks that freeze, hang, die and lose their network, and the monitor that names those that block the others.
 
-The production code is `Monitor` of each rank in a thread of its own, with the rule for stalls of a run and its reports.
+The production code is `Monitor` of each rank in a thread of its own, with the rule for stalls and its reports.
 Modeled are the training (steps of parts that end in a collective of all ranks), what a rank sees of another process in
 /proc, and the heartbeats' transport: messages of a connection arrive in order, late, or in a burst after an
 interruption; a connection that is reset loses some, and others arrive after those of the next one.
 
 Not promised, and left out: which of two ranks is at fault if the network between them is lost; a cause before one
-whose rank sends no heartbeat, which is named first; the rule for scripts.
+whose rank sends no heartbeat, which is named first.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ class Run:
             return self.first
 
         size = len(self.ranks)
-        return Monitor(rank.number, size, rank, self.timeout_s, diagnosis.RunStalls, broadcast, descriptor=rank.number)
+        return Monitor(rank.number, size, rank, self.timeout_s, broadcast, descriptor=rank.number)
 
     def reduce(self, step: int) -> None:
         """A collective of all ranks."""

@@ -12,7 +12,7 @@ from simulation.planted import Defect, seeds_to_find, text
 from simulation.transitions import never, taken
 
 from ringtrain.monitor import diagnosis
-from ringtrain.monitor.diagnosis import RunStalls
+from ringtrain.monitor.diagnosis import Stalls
 from ringtrain.monitor.heartbeat import Monitor
 
 NUM_SCHEDULES, COUNT = 20, 30
@@ -75,7 +75,7 @@ DEFECTS = {
     ),
     "the job goes on after the report": (Defect(Monitor, "_end_after", nothing), ("hang",)),
     "stacks are awaited forever": (
-        text(RunStalls, "look", ("> STACKS_TIMEOUT_S", "> 9e9")),
+        text(Stalls, "look", ("> STACKS_TIMEOUT_S", "> 9e9")),
         ("die", "freeze", "cut"),
     ),
     "a lost connection is not made again": (
@@ -108,7 +108,7 @@ def test_a_rank_that_comes_back_when_stacks_are_asked_for(seconds: float) -> Non
 
 
 def test_a_stall_that_has_passed_is_over() -> None:
-    defect = text(RunStalls, "look", ("self.has_warned, self._asked_s = False, None", "pass"))
+    defect = text(Stalls, "look", ("self.has_warned, self._asked_s = False, None", "pass"))
     with defect.planted():
         assert simulate(1, directed=partial(hangs_for, seconds=COMES_BACK_S)).violation
 

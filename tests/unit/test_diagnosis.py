@@ -14,7 +14,7 @@ from ringtrain.monitor.diagnosis import (
     FIRST_STEPS_S,
     STACKS_TIMEOUT_S,
     Row,
-    RunStalls,
+    Stalls,
     Times,
     blocking_ranks,
     idle_s,
@@ -86,7 +86,7 @@ def test_a_run_is_warned_about_once_asked_for_stacks_and_ended() -> None:
     def at(seconds: float, stacks: str = "") -> list[Row]:
         return [row(0, idle_s=seconds), row(1, "input", idle_s=seconds, stacks=stacks), row(2, idle_s=seconds)]
 
-    stalls = RunStalls(20)
+    stalls = Stalls(20)
     assert stalls.look(at(9), 0.0) == stalls.look(at(9), 1.0) and stalls.asked(at(9)) is None
     warned = stalls.look(at(11), 2.0)
     assert (
@@ -103,7 +103,7 @@ def test_a_run_is_warned_about_once_asked_for_stacks_and_ended() -> None:
 
 
 def test_rank_1_reports_that_rank_0_is_silent_and_the_others_later() -> None:
-    stalls = RunStalls(20)
+    stalls = Stalls(20)
     rows = [row(0, "save", idle_s=0.0, silent_s=21.0), row(1, idle_s=21.0)]
     assert stalls.has_lost_rank_0(rows, 1) and not stalls.has_lost_rank_0(rows, 2)
     assert not stalls.has_lost_rank_0([row(0, idle_s=21.0), rows[1]], 1), "it has a heartbeat"

@@ -96,7 +96,7 @@ def test_the_plan_wins_over_the_command_line_and_that_over_the_environment(tmp_p
 def test_a_process_that_a_rank_has_started_is_no_rank(tmp_path: Path) -> None:
     of_launchers = ("OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE", "PMI_FD", "MPI_LOCALRANKID", "HOROVOD_GLOO_IFACE")
     of_job = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "RINGTRAIN_JOB", PLAN)
-    kept = {"OPAL_PREFIX": "/venv", "SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "1", "RINGTRAIN_STALL_TIMEOUT": "60"}
+    kept = {"OPAL_PREFIX": "/venv", "SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "1", "RINGTRAIN_KEPT": "60"}
     rank = {**dict.fromkeys((*of_launchers, *of_job), "2"), **kept}
     env.mark_rank(rank)
     assert not env.has_left_rank(rank)
