@@ -27,7 +27,6 @@ from typing import Any
 from ringtrain import config_io, strategies
 from ringtrain.config import Config, nearest, option_types, with_values
 from ringtrain.errors import CheckpointError, ConfigError, RingtrainError
-from ringtrain.models import lazy_keras
 from ringtrain.monitor import journal
 from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
@@ -113,7 +112,6 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
     """Summary, and exit code: 0, or 128 + the number of the signal that ended training."""
     # Names first, so that a misspelled one is reported at once. Importing hvd loads TensorFlow, which prints messages.
     log_capture.watch()
-    lazy_keras.start()
     source = ConfiguredSource(config)
     strategies.prepare(config)
     # Servers and workers run no training loop: rank 0 alone goes on, and tells them what to do.

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import socket
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.errors import RingtrainError
 from ringtrain.hvd.backend import Sum, horovod
 from ringtrain.hvd.collectives import allgather_object
-from ringtrain.hvd.keras_patches import has_schedule, has_weights, innermost, reduction_of, velocities
+from ringtrain.hvd.keras_patches import has_schedule, has_weights, innermost, velocities
 from ringtrain.hvd.placement import CPU
-from ringtrain.hvd.sync import broadcast_model, check_in_sync, differing_weights
+from ringtrain.hvd.sync import broadcast_model, check_in_sync
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcasts the weights and optimizer state of one rank to all ranks, before the first step.
 
     If the model has no weights yet on any rank, the broadcast follows the first batch on all ranks. Put this callback
-    before callbacks that compare or save weights. Ranks with different numbers of batches raise RingtrainError, also in
-    a script that ends in `hvd.join()`.
+    before callbacks that compare or save weights.
 
     Args:
         root_rank: Rank that sends.
@@ -50,15 +46,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local_variables.append(var)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        reduction = reduction_of(self.model.optimizer)
-        batches = None
-        if reduction is not None and reduction.process_set.included():
-            params = self.params or {}  # a loop by hand may give none
-            steps, epochs = params.get("steps"), params.get("epochs")
-            batches = (reduction.process_set.process_set_id, socket.gethostname(), steps, epochs)
-        ranks = allgather_object((has_weights(self.model), batches), name="ringtrain_train_begin")
-        refuse_other_batches([batches for _, batches in ranks])
-        if not self.broadcast_done and all(built for built, _ in ranks):
+        has_weights_by_rank = allgather_object(has_weights(self.model), name="ringtrain_train_begin")
+        if not self.broadcast_done and all(has_weights_by_rank):
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -68,27 +57,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _broadcast(self) -> None:
         broadcast_model(self.model, self.root_rank, self._local_variables, device=self.device or CPU)
         self.broadcast_done = True
-
-
-def refuse_other_batches(ranks: Sequence[tuple[int, str, int | None, int | None] | None]) -> None:
-    """Raises RingtrainError if ranks that reduce together train on different numbers of batches.
-
-    `ranks`: process set, host, batches per epoch (None: unknown, as with a generator), epochs; None: reduces nothing.
-    """
-    sets: dict[int, dict[str, str]] = {}
-    for rank, batches in enumerate(ranks):
-        if batches is not None and batches[2] is not None:
-            process_set, host, steps, epochs = batches
-            sets.setdefault(process_set, {})[f"rank {rank} on {host}"] = f"{steps} batches per epoch, {epochs} epochs"
-    for members in sets.values():
-        if len(set(members.values())) > 1:
-            lines = "\n".join(f"  {rank}: {number}" for rank, number in members.items())
-            raise RingtrainError(
-                f"ranks would wait for each other for ever: they have different numbers of batches\n{lines}\ngive all "
-                "ranks equally many, for example with steps_per_epoch, or dataset.shard(...).batch(..., "
-                "drop_remainder=True).take(the smallest number). A script that ends in hvd.join() calls "
-                "hvd.broadcast_model(model) before fit, without BroadcastGlobalVariablesCallback"
-            )
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -184,8 +152,6 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 class CheckInSyncCallback(keras.callbacks.Callback):
     """Runs `check_in_sync` after the first step, every `every_steps` steps and at the end of training.
 
-    If non-trainable weights that depend on each rank's data differ, rank 0 prints one line and training continues.
-
     Args:
         every_steps: Steps between two checks, at least 1.
 
@@ -202,7 +168,6 @@ class CheckInSyncCallback(keras.callbacks.Callback):
         self.checksum = ""
         self.seconds = 0.0
         self._steps = 0
-        self._warned = False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         before = self._steps
@@ -216,26 +181,7 @@ class CheckInSyncCallback(keras.callbacks.Callback):
     def _check(self) -> None:
         start = time.perf_counter()
         self.checksum = check_in_sync(self.model)
-        if not self._warned:
-            self._warn_if_weights_differ()
         self.seconds += time.perf_counter() - start
-
-    def _warn_if_weights_differ(self) -> None:
-        """Reports local weights that differ, once. Collective."""
-        paths = differing_weights(self.model)
-        if not paths:
-            return
-        self._warned = True
-        if horovod.rank() == 0:
-            shown = ", ".join(paths[:4])
-            if len(paths) > 4:
-                shown += ", ..."
-            print(
-                f"ringtrain: non-trainable weights that follow the data differ between ranks: {shown}: each rank keeps"
-                f" its own; ringtrain.fit and ringtrain.train average floating-point ones before each evaluation",
-                file=sys.stderr,
-                flush=True,
-            )
 
 
 def _num_samples(model: keras.Model) -> float:

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from ringtrain.errors import OutOfSync
 from ringtrain.hvd.backend import ProcessSet, global_process_set, horovod
-from ringtrain.hvd.batch_norm import batch_norm_layers, is_shared, seeds, weights_of_one_rank
+from ringtrain.hvd.batch_norm import is_shared, seeds, weights_of_one_rank
 from ringtrain.hvd.collectives import allgather_object, broadcast_variables, copies_of, num_copies
 from ringtrain.hvd.distributed import variables_of_one_rank
 from ringtrain.hvd.keras_patches import (
@@ -113,29 +113,6 @@ def check_in_sync(model: keras.Model, optimizer: Any = None) -> str:
             text += f": does {type(model).__name__}.train_step assign variables by the numbers of each rank's rows?"
         raise OutOfSync(text)
     return digests[0].hex()
-
-
-def differing_weights(model: keras.Model) -> list[str]:
-    """Paths of local weights, except those of batch normalization, that differ between ranks. A collective."""
-    expected: set[int] = set()
-    for layer in batch_norm_layers(model):
-        expected |= {id(variable) for variable in layer.weights}
-    variables = [variable for variable in weights_of_one_rank(model) if id(variable) not in expected]
-    process_set = _process_set(compiled_optimizer(model))
-    if not variables or not process_set.included():
-        return []
-    checksums = []
-    for variable in variables:
-        checksums.append([_checksum(copy.numpy()) for copy in copies_of(variable)])
-    of_ranks = allgather_object(checksums, name="ringtrain_differing_weights", process_set=process_set)
-    paths = []
-    for index, variable in enumerate(variables):
-        different: set[int] = set()
-        for of_rank in of_ranks:
-            different.update(of_rank[index])
-        if len(different) > 1:
-            paths.append(variable.path)
-    return paths
 
 
 def _process_set(optimizer: Any) -> ProcessSet:

@@ -2,7 +2,6 @@
 
 zoo:            mlp, cnn, ResNets, and models of keras.applications
 losses_metrics: losses and metrics by name
-lazy_keras:     defers the import of Keras modules that training does not use
 """
 
 from __future__ import annotations

@@ -95,9 +95,6 @@ def load() -> None:
     """Imports what training imports, but for Horovod and ringtrain, which not every run loads alike."""
     import importlib
 
-    from ringtrain.models import lazy_keras
-
-    lazy_keras.start()
     for name in ("tensorflow", "keras", "h5py", "psutil", "ringtrain.train", "sklearn.datasets"):
         importlib.import_module(name)
     for name in [name for name in sys.modules if name.partition(".")[0] == "ringtrain"]:

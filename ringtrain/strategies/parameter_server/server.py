@@ -26,7 +26,6 @@ from ringtrain import data
 from ringtrain.config import Config
 from ringtrain.derived import derive
 from ringtrain.errors import RingtrainError
-from ringtrain.models import lazy_keras
 from ringtrain.monitor import fault_injection, journal
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.run import consistency, devices, log_capture
@@ -65,7 +64,6 @@ def main(task: Task, sender: Connection, lifeline: Connection) -> None:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_the_rank, args=(lifeline,), daemon=True).start()
     log_capture.watch()
-    lazy_keras.start()
     lock = threading.Lock()
 
     def send(message: Any) -> None:

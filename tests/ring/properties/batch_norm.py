@@ -117,13 +117,12 @@ def other_weights_that_follow_the_data_stay_each_ranks_own():
     layer.num_positive.assign(100 + hvd.rank())
     hvd.check_in_sync(model)
     following = [f"{model.name}/following/{name}" for name in ("mean", "latest", "num_positive")]
-    assert hvd.sync.differing_weights(model) == following
     assert [weight.path for weight in hvd.weights_of_one_rank(model)] == following
 
     means = hvd.allgather(layer.mean.value[None]).numpy()
     hvd.average_moving_statistics(model)
     assert np.allclose(layer.mean.numpy(), means.mean(axis=0), rtol=1e-6)
-    assert hvd.sync.differing_weights(model) == following[2:] and int(layer.num_positive) == 100 + hvd.rank()
+    assert int(layer.num_positive) == 100 + hvd.rank()
 
     frozen.kernel.assign_add(np.full((8, 8), float(hvd.rank())))
     assert "kernel" in small.raised(OutOfSync, lambda: hvd.check_in_sync(model))
