@@ -19,9 +19,9 @@ class Compression(HorovodsOwn):
     bf16 = BFloat16()
 
     @staticmethod
-    def powersgd(rank: int, error_feedback: bool = True, min_ratio: float = 2.0) -> PowerSGD:
+    def powersgd(rank: int, min_ratio: float = 2.0) -> PowerSGD:
         """Low-rank approximations of gradients: see `PowerSGD`."""
-        return PowerSGD(rank, error_feedback, min_ratio)
+        return PowerSGD(rank, min_ratio)
 
     @classmethod
     def named(cls, name: str) -> Any:

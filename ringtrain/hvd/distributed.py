@@ -239,15 +239,7 @@ class _Reducing(keras.optimizers.Optimizer):
     def reduce(self, grads: Any, variables: Any) -> list[Any]:
         """Reduces the gradients of an update over the ranks; none of them may be None."""
         local = [self.is_local(variable) for variable in variables]
-        begin = getattr(self.reduction, "compression_start_step", 0)
-        if begin:
-            reduced = tf.cond(
-                self.iterations >= begin,
-                lambda: self.reduction(grads, variables, local),
-                lambda: self.reduction.uncompressed(grads, variables, local),
-            )
-        else:
-            reduced = self.reduction(grads, variables, local)
+        reduced = self.reduction(grads, variables, local)
         PLACE.note("reduced", reduced)
         return reduced
 

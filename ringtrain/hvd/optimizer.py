@@ -48,7 +48,6 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
     deterministic: bool = False,
-    compression_start_step: int = 0,
     merge_rows: bool = False,
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer reduce its gradients over all ranks before it clips, decays and applies them.
@@ -78,7 +77,6 @@ def DistributedOptimizer(
         scale_local_gradients: Divide gradients of local variables (see `register_local_var`) by the number of ranks.
         deterministic: Addition of ringtrain. Send all dense gradients as one vector, so that with more than two ranks
             the order of additions is the same in every step and run. Also set HOROVOD_FUSION_THRESHOLD=0.
-        compression_start_step: Addition of ringtrain. Number of updates before the first that is compressed.
         merge_rows: Addition of ringtrain. Add up the parts of a row of a sparse gradient before the update, as in a
             dense one, and send less. False: Adam and others square the parts one by one, as Keras does. Several ranks
             with GPUs always add them up, since TensorFlow would do so in another order on each rank.
@@ -111,7 +109,6 @@ def DistributedOptimizer(
         scale_local_gradients=scale_local_gradients,
         accumulated_scale=float(backward_passes_per_step) if sums_passes else 1.0,
         deterministic=deterministic,
-        compression_start_step=compression_start_step,
         merge_rows=merge_rows,
     )
     has_state = reduction.reducer and reduction.reducer.has_state

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
@@ -40,7 +39,6 @@ class Reduction:
     scale_local_gradients: bool
     accumulated_scale: float = 1.0
     deterministic: bool = False
-    compression_start_step: int = 0
     merge_rows: bool = False
     reducer: Reducer | None = field(init=False, default=None)
     share: Any = None
@@ -60,16 +58,8 @@ class Reduction:
         if isinstance(self.compression, Compressor):
             self.compression.check(self)
             self.reducer = self.compression.reducer()
-        if self.compression_start_step and self.compression is Compression.none:
-            raise ValueError("compression_start_step: there is no compression: leave it out")
         if self.op == Adasum and horovod.is_initialized() and not horovod.mpi_enabled():
             raise ValueError("op=hvd.Adasum needs MPI, this run is over Gloo: use mpirun or horovodrun --mpi")
-
-    @functools.cached_property
-    def uncompressed(self) -> Reduction:
-        """The same reduction without compression."""
-        name = f"{self.name}_uncompressed"
-        return replace(self, name=name, _graphs={}, compression=Compression.none, compression_start_step=0)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
         """Reduces gradients (tensors or `IndexedSlices`, not None) except `local` ones; shapes and dtypes stay."""
@@ -89,7 +79,6 @@ class Reduction:
         return {
             "op": OP_WORDS[self.op],
             "compression": name_of(self.compression),
-            "compression_start_step": self.compression_start_step,
             "sparse_as_dense": self.sparse_as_dense,
             "gradient_predivide_factor": self.gradient_predivide_factor,
             "groups": [len(group) for group in self.groups] if isinstance(self.groups, list) else self.groups,

@@ -50,7 +50,6 @@ class Ring(Strategy):
                 optimizer,
                 op={"average": hvd.Average, "adasum": hvd.Adasum}[options.op],
                 compression=hvd.Compression.named(options.compression),
-                compression_start_step=options.compression_start_step * (options.compression != "none"),
                 groups=options.groups or None,
                 device_dense=device,
                 device_sparse=device,

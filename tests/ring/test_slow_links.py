@@ -9,7 +9,7 @@ from trained import checkpoints, summary, train
 from ringtrain.run import checkpoint
 
 JOB = ["--model.name", "mlp", "--train.epochs", "2", "--train.batch-size", "48", "--checkpoint.every-steps", "4"]
-JOB += ["--hvd.compression", "powersgd:2", "--hvd.compression-start-step", "2", "--optimizer.accumulation-steps", "2"]
+JOB += ["--hvd.compression", "powersgd:2", "--optimizer.accumulation-steps", "2"]
 
 
 def result(folder: Path) -> dict:
@@ -22,7 +22,7 @@ def result(folder: Path) -> dict:
 
 
 def test_stopped_and_killed_runs_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """Within an update, and before compression starts; what a rank has not sent yet is not lost."""
+    """Within an update; what a rank has not sent yet is not lost."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert "2 ranks in step" in train(whole, *JOB).stdout
     often = ["--health.agree-every-steps", "1"]

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.layers.convolutional.base_conv import BaseConv
 
-from ringtrain.hvd.keras_patches import distributed, innermost, path_of, set_untracked
+from ringtrain.hvd.keras_patches import innermost, path_of, set_untracked
 
 ELEMENTWISE = {
     getattr(keras.activations, name)
@@ -44,6 +44,8 @@ ELEMENTWISE = {
         "celu",
     )
 }
+OPTIMIZERS = ("SGD", "Adam", "AdamW", "Nadam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Ftrl", "Lion")
+"""those that update each number of a weight by itself"""
 PART = re.compile(r"_(columns|rows)\d+of\d+(?=[/_])")
 """in the path of a part's weights, and of their slots"""
 SIZES = {keras.layers.Dense: "units", keras.layers.Embedding: "output_dim", BaseConv: "filters"}
@@ -235,10 +237,10 @@ def refuse_optimizer(optimizer: Any) -> None:
     optimizer = innermost(optimizer)
     if optimizer.clipnorm:
         raise ValueError("split: clipnorm needs the norms of whole weights: use global_clipnorm or clipvalue")
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer) or not _is_elementwise(optimizer):
+    if type(optimizer).__name__ not in OPTIMIZERS:
         raise ValueError(
-            f"split: {type(optimizer).__name__} uses norms, means or products of whole weights, which columns divide:"
-            f" use one such as SGD, Adam, AdamW, RMSprop or Lion"
+            f"split: {type(optimizer).__name__} may use norms or products of whole weights, which columns divide:"
+            f" use one of {', '.join(OPTIMIZERS)}"
         )
 
 
@@ -339,26 +341,3 @@ def on_device(layer: keras.Layer, device: str, inputs: Any) -> Any:
 
     with tf.device(device):
         return run(tf.identity(inputs))
-
-
-def _is_elementwise(optimizer: Any) -> bool:
-    """Whether the parts of a matrix are updated as the whole matrix is, by copies of the optimizer."""
-    config = {**optimizer.get_config(), "learning_rate": 0.1, "gradient_accumulation_steps": None}
-    config["global_clipnorm"] = None  # works on the norm of all variables, which is summed over the ranks
-    random = np.random.default_rng(0)
-    scale = np.repeat([1.0, 10.0], 12).reshape(6, 4)
-    start, *gradients = (scale * random.normal(size=(6, 4)) for _ in range(4))
-    kind = type(optimizer)
-    if distributed(optimizer):
-        _, kind = kind.__bases__  # see saved_as_its_base: a twin must not reduce, as ranks come here at their own times
-
-    def trained(rows: slice, shape: tuple[int, ...]) -> Any:
-        twin = kind.from_config(config)
-        variable = keras.Variable(start[rows].reshape(shape), dtype="float32", name="kernel")
-        twin.build([variable])
-        for gradient in gradients:
-            twin.apply_gradients([(tf.constant(gradient[rows].reshape(shape), tf.float32), variable)])
-        return variable.numpy().reshape(-1)
-
-    parts = [trained(rows, (12, 1)) for rows in (slice(0, 3), slice(3, 6))]
-    return bool(np.allclose(np.concatenate(parts), trained(slice(0, 6), (6, 4)), rtol=1e-4, atol=1e-5))

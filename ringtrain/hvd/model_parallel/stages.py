@@ -233,21 +233,6 @@ def _marker(tensor: Any) -> Any:
         return tf.reshape(tensor, [-1])[:1]
 
 
-def order(num_stages: int, num_parts: int, stage: int) -> list[tuple[bool, int]]:
-    """Schedule of a stage, as (is backward, micro-batch): forward passes until the first gradient, then in turns.
-
-    It waits as long as in GPipe's order, of all forward passes first, but keeps outputs of num_stages - stage
-    micro-batches, not of all (Narayanan et al. 2021, arXiv 2104.04473).
-    """
-    ahead = min(num_stages - stage, num_parts)
-    work = [(False, index) for index in range(ahead)]
-    for index in range(num_parts):
-        work.append((True, index))
-        if index + ahead < num_parts:
-            work.append((False, index + ahead))
-    return work
-
-
 @dataclass
 class MicroBatch:
     """A micro-batch: by stage its tape, input, and the tensors that have gradients."""
@@ -260,8 +245,6 @@ class MicroBatch:
     tapes: list[Any] = field(default_factory=list)
     entries: list[Any] = field(default_factory=list)
     targets: list[list[Any]] = field(default_factory=list)
-    added: list[tuple[keras.Layer, list[Any]]] = field(default_factory=list)
-    """losses that layers have added"""
     outputs: Any = None
     loss: Any = None
     gradients: list[list[Any]] = field(default_factory=list)
@@ -300,17 +283,15 @@ class Step:
         parts = [self._part(index, (x, y, sample_weight), num_rows) for index in range(self.num_parts)]
         total: dict[int, Any] = {}
         after: list[list[Any]] = [[] for _ in self.stages]
-        todo = [order(len(self.stages), self.num_parts, number) for number in range(len(self.stages))]
-        while any(todo):
-            for number, work in enumerate(todo):
-                while work and self._is_ready(parts[work[0][1]], number, work[0][0]):
-                    is_backward, index = work.pop(0)
-                    # A device would else run micro-batches in any order, and the next stage wait.
-                    with tf.device(self.stages[number].device), tf.control_dependencies(after[number]):
-                        if is_backward:
-                            after[number] = self._backward(parts[index], number, total)
-                        else:
-                            after[number] = self._forward(parts[index], number, index)
+        # A device would else run micro-batches in any order, and the next stage wait.
+        for part in parts:
+            for number, stage in enumerate(self.stages):
+                with tf.device(stage.device), tf.control_dependencies(after[number]):
+                    after[number] = self._forward(part, number)
+        for part in parts:
+            for number, stage in reversed([*enumerate(self.stages)]):
+                with tf.device(stage.device), tf.control_dependencies(after[number]):
+                    after[number] = self._backward(part, number, total)
         y_pred = parts[0].outputs
         if self.num_parts > 1:
             outputs = [part.outputs for part in parts]
@@ -327,13 +308,7 @@ class Step:
         x, y, sample_weight = (cut_rows(tensors, begin, end) for tensors in data)
         return MicroBatch(x, y, sample_weight, share)
 
-    def _is_ready(self, part: MicroBatch, number: int, is_backward: bool) -> bool:
-        """Whether the inputs of a stage's forward or backward pass exist."""
-        if is_backward:
-            return len(part.tapes) == len(self.stages) and len(part.gradients) == len(self.stages) - 1 - number
-        return len(part.tapes) == number
-
-    def _forward(self, part: MicroBatch, number: int, index: int) -> list[Any]:
+    def _forward(self, part: MicroBatch, number: int) -> list[Any]:
         """Forward pass of a micro-batch through a stage; returns tensors that exist when it has ended.
 
         A tape per stage: a single one would run the whole backward pass on the first device.
@@ -341,18 +316,14 @@ class Step:
         scale: Callable[[Any], Any] = self.model.optimizer.scale_loss
         stage = self.stages[number]
         tensors = part.targets[-1][0] if number else part.x
-        # Profiles show the names.
-        with tf.name_scope(f"stage_{number + 1}_part_{index + 1}"), tf.GradientTape() as tape:
+        with tf.GradientTape() as tape:
             if number:
                 tensors = tf.identity(tensors)
                 if tensors.dtype.is_floating:
                     tape.watch(tensors)
             part.entries.append(tensors)
             tensors = stage(tensors, training=True)
-            part.added += [(layer, [*layer._losses]) for layer in stage.model._flatten_layers()]
             if stage is self.stages[-1]:
-                for layer, losses in part.added:  # earlier stages may have added those of the next micro-batches
-                    layer._losses[:] = losses
                 loss = self.model._compute_loss(
                     x=part.x, y=part.y, y_pred=tensors, sample_weight=part.sample_weight, training=True
                 )

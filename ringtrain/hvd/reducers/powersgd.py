@@ -33,7 +33,6 @@ class PowerSGD(Compressor):
 
     Args:
         rank: Columns of P and Q, at least 1. More: closer to the gradient, and more bytes.
-        error_feedback: Add what a step leaves out to the next gradient. False is for experiments: it trains worse.
         min_ratio: Compress a matrix only if its elements are at least this many times those of P and Q.
 
     Raises:
@@ -41,7 +40,6 @@ class PowerSGD(Compressor):
     """
 
     rank: int
-    error_feedback: bool = True
     min_ratio: float = 2.0
 
     def __post_init__(self) -> None:
@@ -66,7 +64,7 @@ class Matrix:
     """State of a compressed variable."""
 
     shape: tuple[int, int]
-    error: keras.Variable | None
+    error: keras.Variable
     """what the last step left out on this rank, in the variable's shape"""
     right: keras.Variable
     """Q of the last step, [columns, rank], equal on all ranks"""
@@ -93,16 +91,14 @@ class LowRank(Reducer):
             numbers = keras.initializers.RandomNormal(stddev=1.0, seed=index)
             right = optimizer.add_variable((shape[1], self.settings.rank), numbers, variable.dtype, name=name)
             added.append(right)
-            error = None
-            if self.settings.error_feedback:
-                error = optimizer.add_variable_from_reference(variable, "powersgd_error")
-                added.append(error)
+            error = optimizer.add_variable_from_reference(variable, "powersgd_error")
+            added.append(error)
             self._matrices[id(tensor_of(variable))] = Matrix(shape, error, right)
         return added
 
     def of_one_rank(self) -> list[Any]:
         """Errors of this rank, which it has not sent yet."""
-        return [matrix.error for matrix in self._matrices.values() if matrix.error is not None]
+        return [matrix.error for matrix in self._matrices.values()]
 
     def reduce(
         self, reduction: Reduction, tensors: list[tf.Tensor], variables: Sequence[Any], name: str
@@ -119,9 +115,7 @@ class LowRank(Reducer):
         # What the last step left out is part of this one.
         gradients: dict[int, tf.Tensor] = {}
         for index, matrix in matrices.items():
-            gradient = tensors[index]
-            if matrix.error is not None:
-                gradient = gradient + tf.cast(matrix.error.value, gradient.dtype)
+            gradient = tensors[index] + tf.cast(matrix.error.value, tensors[index].dtype)
             gradients[index] = tf.reshape(gradient, matrix.shape)
 
         # P, together with the tensors that are sent whole.
@@ -140,8 +134,7 @@ class LowRank(Reducer):
         results = dict(zip(wholes, means[len(lefts) :], strict=True))
         for (index, matrix), left, right in zip(matrices.items(), lefts, rights, strict=True):
             result = tf.matmul(left, right, transpose_b=True)
-            if matrix.error is not None:
-                matrix.error.assign(tf.reshape(gradients[index] - result, matrix.error.shape))
+            matrix.error.assign(tf.reshape(gradients[index] - result, matrix.error.shape))
             # A column of zeros, as of a gradient that is zero, would stay zero: the next step begins with the last one.
             is_zero = tf.reduce_all(tf.equal(right, 0), axis=0)
             matrix.right.assign(tf.where(is_zero, matrix.right.value, right))

@@ -49,51 +49,20 @@ def full_rank_equals_the_ring():
 
 
 def what_is_left_out_comes_later():
-    """The sum of what error feedback sends and what it keeps is the sum of all gradients; without it, much is lost."""
+    """The sum of what is sent and what is kept is the sum of all gradients."""
     random = np.random.default_rng(hvd.rank())
     gradients = random.normal(size=(30, 12, 10)).astype("float32")
-    sent: dict[bool, Any] = {}
-    for feedback in (True, False):
-        variable = keras.Variable(np.zeros((12, 10), "float32"), name="kernel")
-        compression = hvd.Compression.powersgd(1, error_feedback=feedback)
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=compression)
-        optimizer.build([variable])
-        for gradient in gradients:
-            optimizer.apply([tf.constant(gradient)], [variable])
-        errors = [one.numpy() for one in hvd.variables_of_one_rank(optimizer)]
-        left = hvd.allreduce(errors[0], name="left").numpy() if feedback else 0.0
-        sent[feedback] = -variable.numpy() + left
-        assert len(errors) == feedback
-        assert small.spread_of(variable) == 0
+    variable = keras.Variable(np.zeros((12, 10), "float32"), name="kernel")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=hvd.Compression.powersgd(1))
+    optimizer.build([variable])
+    for gradient in gradients:
+        optimizer.apply([tf.constant(gradient)], [variable])
+    (error,) = hvd.variables_of_one_rank(optimizer)
+    assert small.spread_of(variable) == 0
     total = hvd.allreduce(gradients.sum(0), name="total").numpy()
-    assert np.abs(sent[True] - total).max() < 1e-4
-    assert np.linalg.norm(sent[False] - total) > 0.5 * np.linalg.norm(total)
-
-
-def compression_starts_at_its_step():
-    """Weights of an ordinary run until then, also with rows of an embedding; later others."""
-
-    def build() -> keras.Model:
-        keras.utils.set_random_seed(3)
-        layers = [keras.layers.Embedding(20, 12), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(12)]
-        return keras.Sequential([keras.Input((4,), dtype="int32"), *layers])
-
-    random = np.random.default_rng(hvd.rank())
-    batches = [(random.integers(0, 20, (8, 4)), random.normal(size=(8, 12))) for _ in range(5)]
-    for compression in (hvd.Compression.powersgd(1), hvd.Compression.bf16, hvd.Compression.fp16):
-        whole, ours = build(), build()
-        ring = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), name="whole", deterministic=True)
-        late = hvd.DistributedOptimizer(
-            keras.optimizers.SGD(0.1), deterministic=True, compression=compression, compression_start_step=3
-        )
-        small.train(whole, ring, batches[:3])
-        small.train(ours, late, batches[:3])
-        assert small.distance(whole, ours) == 0, compression
-        for x, y in batches[3:]:
-            whole.train_on_batch(x, y)
-            ours.train_on_batch(x, y)
-        assert 0 < small.distance(whole, ours) < 0.1, compression
-        assert small.spread(ours) == 0, compression
+    left = hvd.allreduce(error.numpy(), name="left").numpy()
+    assert np.linalg.norm(left) > 0.1 * np.linalg.norm(total)
+    assert np.abs(left - variable.numpy() - total).max() < 1e-4
 
 
 def bfloat16_is_rounded_twice():
