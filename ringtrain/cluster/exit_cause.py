@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 
-from ringtrain.protocol.failures import REDUCING, Failure
+from ringtrain.protocol.failures import Failure
 from ringtrain.protocol.reader import TAG, Reader
 
 # Launchers' tags of a rank's output: Open MPI 4 "[1,3]<stderr>:", 5 "[prterun-host1-99@1,3]<stderr>: ", Hydra "[3] ",
@@ -200,20 +200,6 @@ def without_init(num_ranks: int, reports: Reader, tensorflow: Collection[str], i
     if is_required:
         return f"none of {num_ranks} ranks called ringtrain's hvd.init(), which --require-init expects"
     return ""
-
-
-def without_reduction(reports: Reader) -> str:
-    """Message about a job that ended well and whose ranks have trained different models, each by itself; "" if none."""
-    if len(set(reports.weights.values())) < 2:
-        return ""
-    told = sorted(reports.weights.items())
-    each = ", ".join(f"rank {rank}: {checksum}" for rank, checksum in told[:MAX_SPEAKERS])
-    if len(told) > MAX_SPEAKERS:
-        each += ", ..."
-    return (
-        f"{len(told)} ranks called hvd.init() and trained a model of their own each, without reducing gradients:"
-        f" checksums of the weights are {each}: {REDUCING}"
-    )
 
 
 def _named_by_launcher(

@@ -369,10 +369,9 @@ class Supervisor:
             then()
 
     def _without_init(self) -> str:
-        """Message about a job without hvd.init(), or without reduction; "" if it did not get that far."""
+        """Message about a job without hvd.init(); "" if it did not get that far."""
         is_required = self.options.require_init
         text = exit_cause.without_init(self.job.num_ranks, self.reports, self.agents.tensorflow, is_required)
-        text = text or exit_cause.without_reduction(self.reports)
         if text and not is_required:
             text += "; --require-init makes this an error"
         return text

@@ -22,7 +22,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from ringtrain.errors import LaunchError, OutOfSync, RingtrainError
 from ringtrain.hvd.backend import WITH_HOROVOD, Adasum, Average, Compression, ProcessSet, global_process_set, horovod
-from ringtrain.hvd.keras_patches import report_trained_alone, teach_keras
+from ringtrain.hvd.keras_patches import teach_keras
 from ringtrain.hvd.placement import CPU, check_local_placement
 from ringtrain.hvd.process import PROCESS, elastic, open_sockets
 from ringtrain.protocol.env import mark_rank
@@ -68,7 +68,6 @@ def init(*args: Any, **kwargs: Any) -> None:
     report_process()
     mark_rank()
     if not PROCESS.has_started and horovod.size() > 1:
-        atexit.register(report_trained_alone, number, horovod.size())
         atexit.register(report_left, number)  # before Horovod's own, which ends the collectives of the others
     PROCESS.has_started = True
     report_init(number)
@@ -195,7 +194,6 @@ def allreduce(
         )
     if op == Adasum:
         _check_adasum(process_set)
-    PROCESS.has_allreduced = True
     device_dense = device_dense or device_of(value)
     with tf.device(device_dense):
         tensor = _sent(value)
@@ -223,7 +221,6 @@ def _check_adasum(process_set: ProcessSet) -> None:
 
 def grouped_allreduce(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
     """Reduces several dense tensors as one unit; other arguments as in `horovod.tensorflow.grouped_allreduce`."""
-    PROCESS.has_allreduced = True
     if kwargs.get("op") == Adasum:
         _check_adasum(kwargs.get("process_set", global_process_set))
     return horovod.grouped_allreduce([_sent(value) for value in tensors], *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Private API of Keras: patches of five functions for distributed optimizers, `jit_gradients`, and queries.
+"""Private API of Keras: patches of four functions for distributed optimizers, `jit_gradients`, and queries.
 
 Keras has no hooks in these places. Its functions are therefore replaced once per process. The replacements behave the
 same unless the optimizer is distributed or, for the choice of XLA, there are several ranks.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
@@ -23,16 +22,15 @@ from keras.src.trainers import trainer
 
 from ringtrain.errors import RingtrainError
 from ringtrain.hvd.backend import horovod
-from ringtrain.hvd.process import PROCESS, elastic
+from ringtrain.hvd.process import elastic
 from ringtrain.hvd.train_step import has_layer, is_own, wrap
-from ringtrain.protocol.failures import REDUCING, ended_well, report_weights
 
 WEIGHTS = ("_trainable_variables", "_updated_variables", "_self_")
 """how the names of an optimizer's attributes begin that hold what it updates: the last ones are TensorFlow's copies"""
 
 
 def teach_keras() -> None:
-    """Replaces the five functions, once."""
+    """Replaces the four functions, once."""
     if not hasattr(trainer.model_supports_jit, "before_ringtrain"):
         trainer.model_supports_jit = _reducing_without_jit(trainer.model_supports_jit)
         trainer.Trainer._resolve_auto_jit_compile = _no_jit_by_itself(trainer.Trainer._resolve_auto_jit_compile)
@@ -40,8 +38,6 @@ def teach_keras() -> None:
     if not hasattr(optimizer_class.check_finite, "before_ringtrain"):
         optimizer_class.check_finite = _finite_on_all_ranks(optimizer_class.check_finite)
         optimizer_class.apply = _reducing_first(optimizer_class.apply)
-    if not hasattr(keras.optimizers.Optimizer.apply, "before_ringtrain"):
-        keras.optimizers.Optimizer.apply = _noted(keras.optimizers.Optimizer.apply)
 
 
 def ranks_reduce() -> bool:
@@ -101,32 +97,6 @@ def _reducing_first(apply: Any) -> Any:
             apply(self, grads, variables)
 
     return apply_reduced
-
-
-def _noted(apply: Any) -> Any:
-    """Notes which optimizer updates weights with this rank's gradients alone, as long as none reduces gradients."""
-
-    def apply_noted(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        PROCESS.has_reduced |= distributed(self)
-        PROCESS.trained_alone = None if PROCESS.has_reduced else self
-        apply(self, grads, trainable_variables)
-
-    apply_noted.before_ringtrain = apply  # type: ignore[attr-defined]
-    return apply_noted
-
-
-def report_trained_alone(rank: int, size: int) -> None:
-    """Reports at the end of a process that its rank has trained by itself, with the checksum of the weights."""
-    optimizer = PROCESS.trained_alone
-    if optimizer is None or PROCESS.has_reduced or not optimizer.built:
-        return
-    checksum = 0
-    for variable in optimizer._trainable_variables:
-        checksum = zlib.crc32(keras.ops.convert_to_numpy(variable).tobytes(), checksum)
-    has_launcher = report_weights(rank, f"{checksum:08x}")
-    if not has_launcher and not PROCESS.has_allreduced and ended_well():
-        text = f"rank {rank} of {size} called hvd.init() and trained by itself, without reducing gradients; checksum of"
-        print(f"ringtrain: {text} its weights: {checksum:08x}: {REDUCING}", file=sys.stderr, flush=True)
 
 
 def distributed(optimizer: Any) -> bool:

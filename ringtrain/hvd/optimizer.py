@@ -27,7 +27,6 @@ from ringtrain.hvd.keras_patches import (
     set_untracked,
     teach_keras,
 )
-from ringtrain.hvd.process import PROCESS
 from ringtrain.hvd.reducer import name_of
 from ringtrain.hvd.reduction import Reduction
 
@@ -240,7 +239,6 @@ def DistributedGradientTape(gradtape: tf.GradientTape, *args: Any, **kwargs: Any
 
     def gradient_of(target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_xla()
-        PROCESS.has_reduced = True
         flat = [tensor_of(source) for source in tf.nest.flatten(sources)]
         return tf.nest.pack_sequence_as(sources, gradient(target, flat, *args, **kwargs))
 

@@ -36,12 +36,6 @@ class ProcessState:
     """`shutdown` was called, and ranks meet only once"""
     has_started: bool = False
     """`init` was called, also if `shutdown` was called since"""
-    trained_alone: Any = None
-    """optimizer that has updated weights with this rank's gradients last; None once any has reduced gradients"""
-    has_reduced: bool = False
-    """an optimizer or tape has reduced gradients over the ranks"""
-    has_allreduced: bool = False
-    """the script has called an allreduce, perhaps for its gradients"""
     num_runs: int = 0
     """runs that this process has set up"""
 

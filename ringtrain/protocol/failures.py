@@ -27,7 +27,6 @@ PIECE_LETTERS = 600  # launchers split longer lines
 CONSEQUENCE = re.compile(
     r"Horovod has been shut down|(UnknownError|HorovodInternalError)\b.*Horovod|grpc_status:14\b", re.DOTALL
 )
-REDUCING = "call ringtrain.fit in place of model.fit, or compile with ringtrain.hvd.DistributedOptimizer(optimizer)"
 """advice for ranks that train models of their own"""
 MAX_LINE = 500
 """characters of a line that is printed last"""
@@ -223,13 +222,6 @@ def report_cut(rank: int, number: int, environ: Mapping[str, str] = os.environ) 
     """Reports that a signal has killed the ssh of a rank, which may live on."""
     if environ.get(JOB):
         _write([f"{MARK}:{environ[JOB]}:cut:{rank}:{number}:"])
-
-
-def report_weights(rank: int, checksum: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Reports weights that this rank has trained without the others' gradients; returns whether there is a launcher."""
-    if environ.get(JOB):
-        _write([f"{MARK}:{environ[JOB]}:weights:{rank}:{checksum}:"])
-    return bool(environ.get(JOB))
 
 
 def ancestors(process: int, proc: Path = Path("/proc")) -> Iterator[int]:

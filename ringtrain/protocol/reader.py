@@ -14,7 +14,6 @@ from ringtrain.protocol.placement import RankPlacement
 
 MAX_PIECES = 1000
 MAX_FAILURE_BYTES = 1 << 20
-CHECKSUM = re.compile(r"\d{1,9}:[0-9a-f]{8}:")
 TAG = re.compile(r"\[[^][<>]*\d\]<stderr>:? ?")  # a launcher's, also within a line that it read in two parts
 
 
@@ -82,7 +81,6 @@ class Reader:
         self.run_name = ""  # until rank 0 has reported it
         self.initialized = False  # a rank has called hvd.init()
         self.not_initialized = False  # a process has imported ringtrain.hvd, and exited without hvd.init()
-        self.weights: dict[int, str] = {}  # checksum, of ranks that have trained by themselves
         self.left: list[int] = []  # ranks that have exited by themselves, in order
         self.cut: dict[int, int] = {}  # ranks whose ssh was killed, with the signal
         self.status: dict[int, tuple[int, str]] = {}  # step and phase of ranks that have exited
@@ -119,9 +117,6 @@ class Reader:
             elif kind == "cut" and rest.endswith(":"):
                 rank, number = rest[:-1].split(":")
                 self.cut[_count(rank)] = _count(number)
-            elif kind == "weights" and CHECKSUM.fullmatch(rest):
-                rank, checksum, _ = rest.split(":")
-                self.weights[int(rank)] = checksum
             elif kind == "box":
                 rank, step, phase = rest.split(":", 2)
                 self.status[_count(rank)] = int(step), phase.strip()
