@@ -137,10 +137,6 @@ def track_gradient_norm(optimizer: Any) -> GradientNorm:
     return norm
 
 
-class Bypassed(OutOfSync):
-    """An optimizer overrides methods so that Keras does not call the one that reduces."""
-
-
 def _accumulate(optimizer: Any, backward_passes: int) -> None:
     steps = optimizer.gradient_accumulation_steps
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
@@ -172,8 +168,6 @@ class _Reducing(keras.optimizers.Optimizer):
     """variables that the plain optimizer has not"""
     of_object: tuple[str, ...] = ("_reached", "_updated_variables", "added")
     """attributes that are set on the optimizer itself"""
-    is_probe = False
-    """whether it is a check's copy, whose variables are no state of the reducer"""
 
     @property
     def reducer(self) -> Reducer | None:
@@ -183,10 +177,6 @@ class _Reducing(keras.optimizers.Optimizer):
     def adds_up_rows(self) -> bool:
         """Whether each row of a sparse gradient reaches the update once, as the sum of its parts."""
         return self.reduction.merges_rows or self.reduction.sparse_as_dense
-
-    def prepare_probe(self) -> None:
-        """Makes a check's copy of an optimizer change its weights in a single update."""
-        self.__dict__["is_probe"] = True
 
     def register_local_var(self, var: Any) -> None:
         """Excludes the gradient of a Keras or TensorFlow variable from the reduction."""
@@ -215,7 +205,7 @@ class _Reducing(keras.optimizers.Optimizer):
 
     def add_state(self) -> None:
         """Adds the variables that the reduction keeps from step to step to a built optimizer."""
-        if self.reducer and not self.added and not self.is_probe:
+        if self.reducer and not self.added:
             added = self.reducer.build(self, self._trainable_variables)
             self.__dict__["added"] = added  # not self.added = ...: Keras would track a list of its own
 
@@ -310,7 +300,7 @@ class Distributed(_Reducing):
     def _require_reduced(self, method: str, grads: Any) -> None:
         # Otherwise an optimizer that overrides more than its update would train a different model on each rank.
         if any(grad is not None for grad in grads) and not self._reached:
-            raise Bypassed(
+            raise OutOfSync(
                 f"{type(self).__name__}.{method} did not call Keras' Optimizer._clip_gradients, where ranks reduce "
                 f"their gradients: implement update_step and leave {method} to Keras, or call super().{method}"
             )

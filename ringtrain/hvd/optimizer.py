@@ -14,7 +14,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ringtrain.hvd.averaging import refuse_bypassing
 from ringtrain.hvd.backend import WITH_HOROVOD, Adasum, Average, ProcessSet, global_process_set, horovod
 from ringtrain.hvd.collectives import layer_variables, refuse_xla, tensor_of, unique_in_graph
 from ringtrain.hvd.compression import Compression
@@ -85,8 +84,8 @@ def DistributedOptimizer(
 
     Raises:
         TypeError: `optimizer` is not a Keras 3 optimizer.
-        ValueError: Arguments contradict each other, the optimizer is already distributed, its `apply_gradients`
-            bypasses Keras', or the nesting is not supported. The message names the fix.
+        ValueError: Arguments contradict each other, the optimizer is already distributed, or the nesting
+            is not supported. The message names the fix.
     """
     groups = num_groups if groups is None and num_groups else groups
     _refuse_other(optimizer)
@@ -113,11 +112,9 @@ def DistributedOptimizer(
     has_state = reduction.reducer and reduction.reducer.has_state
     if has_state and isinstance(innermost(optimizer), keras.optimizers.MultiOptimizer):
         raise ValueError(f"compression {name_of(compression)} does not work with MultiOptimizer: use fp16 or bf16")
-    refuse_bypassing(innermost(optimizer))
     teach_keras()
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return distribute(optimizer, reduction, backward_passes_per_step)
-    _refuse_own_check(optimizer)
     optimizer.inner_optimizer = distribute(optimizer.inner_optimizer, reduction, backward_passes_per_step)
     set_untracked(optimizer, register_local_var=optimizer.inner_optimizer.register_local_var)
     return optimizer
@@ -133,15 +130,6 @@ def _refuse_other(optimizer: Any) -> None:
     refuse_horovods_own(optimizer)
     if distributed(optimizer):
         raise ValueError(f"DistributedOptimizer: {type(optimizer).__name__} is distributed already; wrap it once")
-
-
-def _refuse_own_check(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
-    """Raises ValueError for a loss scale with a `check_finite` of its own."""
-    if type(optimizer).check_finite is not keras.optimizers.LossScaleOptimizer.check_finite:
-        raise ValueError(
-            f"{type(optimizer).__name__} has a check_finite of its own, with which one rank may skip a step while "
-            "the others wait: write keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(inner))"
-        )
 
 
 def PartialDistributedOptimizer(

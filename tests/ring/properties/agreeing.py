@@ -104,13 +104,6 @@ def averaging_is_proved_on_the_optimizers_own_reduction():
     assert "wrap it" in small.raised(OutOfSync, lambda: hvd.check_averaging(sgd()))
 
 
-class Centralizing(keras.optimizers.Adam):
-    """Changes gradients, and hands them on."""
-
-    def apply_gradients(self, grads_and_vars, name=None):
-        super().apply_gradients([(grad - 0.0, variable) for grad, variable in grads_and_vars])
-
-
 class Bypassing(keras.optimizers.SGD):
     """Makes updates by itself."""
 
@@ -119,16 +112,10 @@ class Bypassing(keras.optimizers.SGD):
             variable.assign_sub(0.1 * grad)
 
 
-def averaging_is_proved_through_the_optimizers_own_methods():
+def an_optimizer_that_reduces_nothing_is_noticed():
     wrap = hvd.DistributedOptimizer
-    assert hvd.check_averaging(wrap(Centralizing())) == "averaged"
-    assert "super().apply_gradients" in small.raised(ValueError, lambda: wrap(Bypassing()))
-    # Made distributed without being asked, it trains a model per rank: the check sees that, and so does the first step.
-    bypassing = wrap(keras.optimizers.SGD(0.1))
-    type(bypassing).__bases__ = (type(bypassing).__bases__[0], Bypassing)
-    assert "apply_gradients did not" in small.raised(OutOfSync, lambda: hvd.check_averaging(bypassing))
     model = small.build()
-    model.compile(bypassing, "mse")
+    model.compile(wrap(Bypassing(0.1)), "mse")
     assert "apply_gradients did not" in small.raised(OutOfSync, lambda: model.train_on_batch(*small.shares(1)[0]))
     deaf = wrap(keras.optimizers.SGD(0.1))
     type(deaf).reduce = lambda self, grads, variables: grads
