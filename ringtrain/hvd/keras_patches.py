@@ -7,14 +7,10 @@ same unless the optimizer is distributed or, for the choice of XLA, there are se
 from __future__ import annotations
 
 import contextlib
-import inspect
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.src import api_export
 from keras.src.saving import object_registration
@@ -231,46 +227,6 @@ def metrics_of(model: keras.Model) -> list[Any]:
 def metrics_of_script(model: keras.Model) -> list[str]:
     """Names of metrics that are no class of Keras; the states of all of Keras' are sums over rows."""
     return [metric.name for metric in metrics_of(model) if not type(metric).__module__.startswith("keras.")]
-
-
-def untracked_variables(model: keras.Model) -> dict[str, Any]:
-    """Variables of TensorFlow and Keras that a model, its layers or its losses use, and Keras does not track."""
-    known = {id(variable) for variable in (*model.variables, *slots_of(model))}
-    losses = [entry.loss for entry in compiled_losses(model)]
-    used: list[tuple[str, Any]] = []
-    for owner in (*layers_of(model), *losses):
-        values = dict(getattr(owner, "__dict__", {}))
-        used += [(f"{type(owner).__name__}.{name}", value) for name, value in values.items() if name[0] != "_"]
-        methods = [getattr(type(owner), name, None) for name in ("call", "compute_loss", "train_step")]
-        for function in (*values.values(), *methods):
-            if isinstance(function, FunctionType) and not str(function.__module__).startswith("keras."):
-                used += [(f"{function.__name__}: {name}", value) for name, value in _from_outside(function)]
-    found: dict[str, Any] = {}
-    for name, value in used:
-        if isinstance(value, tf.Variable | keras.Variable) and id(value) not in known:
-            known.add(id(value))
-            found[f"{name} ({len(found) + 1})" if name in found else name] = value
-    return found
-
-
-def checksums_of_arrays(model: keras.Model) -> dict[str, int]:
-    """Checksums of the arrays that layers and losses have as attributes, by layer and attribute."""
-    found = {}
-    for number, owner in enumerate([*layers_of(model), *(entry.loss for entry in compiled_losses(model))]):
-        for name, value in getattr(owner, "__dict__", {}).items():
-            if isinstance(value, np.ndarray | tf.__internal__.EagerTensor) and name[0] != "_":
-                array = np.ascontiguousarray(value)
-                content = repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
-                found[f"{type(owner).__name__}.{name} ({number})"] = zlib.crc32(content)
-    return found
-
-
-def _from_outside(function: FunctionType) -> list[tuple[str, Any]]:
-    """Variables of Python that a function uses, and that are not its own."""
-    with contextlib.suppress(ValueError):  # one that has no value yet
-        outside = inspect.getclosurevars(function)
-        return [*outside.globals.items(), *outside.nonlocals.items()]
-    return []
 
 
 def has_weights(model: keras.Model) -> bool:

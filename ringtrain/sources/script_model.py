@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,12 +17,10 @@ from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.hvd import train_step
 from ringtrain.hvd.distributed import undistribute
 from ringtrain.hvd.keras_patches import (
-    checksums_of_arrays,
     distributed,
     innermost,
     layers_of,
     set_untracked,
-    untracked_variables,
 )
 from ringtrain.optim.uneven import NO_XLA
 from ringtrain.run import devices
@@ -90,42 +87,13 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
             explain_shapes(model, error)
             raise
         model.built = True
-    _note_untracked(process, model)
     process.strategy.share_rows(model, batch)
     if shares_state:
         return unlike_one_process(model, config.train.virtual_ranks > 0)
     seed_by_rank(model, config.seed)
     if process.strategy.num_copies == 1:
         return []
-    return unlike_one_process(model) + _arrays_of_each_rank(model)
-
-
-def _note_untracked(process: Process, model: keras.Model) -> None:
-    """Gives all ranks rank 0's values of variables that Keras does not track, and names these: they are not saved."""
-    found = untracked_variables(model)
-    if not process.strategy.ranks_change:  # of which a script may give a rank some alone
-        of_ranks = hvd.allgather_object([*found], name="ringtrain_untracked")
-        shared = [name for name in of_ranks[0] if all(name in names for names in of_ranks)]
-        if shared:
-            hvd.broadcast_variables([found[name] for name in shared], root_rank=0)
-    if not found:
-        return
-    if hvd.rank() == 0:
-        text = (
-            f"{', '.join(found)}: Keras does not track this variable: ranks do not compare it, and a resumed run begins"
-            " with its first value: make it by add_weight, or a keras.Variable in an attribute of the model"
-        )
-        print(f"ringtrain: {text}", file=sys.stderr, flush=True)
-
-
-def _arrays_of_each_rank(model: keras.Model) -> list[str]:
-    """A phrase on arrays of layers and losses that are no weights and differ between ranks. Collective."""
-    of_ranks = hvd.allgather_object(checksums_of_arrays(model), name="ringtrain_arrays")
-    names = [name for name, checksum in of_ranks[0].items() if any(other.get(name) != checksum for other in of_ranks)]
-    if not names:
-        return []
-    text = f"{', '.join(names)}: each rank has other numbers in this array, which is no weight"
-    return [f"{text}: call keras.utils.set_random_seed and numpy.random.seed first"]
+    return unlike_one_process(model)
 
 
 def _trace(model: keras.Model, batch: Any) -> None:

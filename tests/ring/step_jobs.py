@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import keras
@@ -44,29 +43,6 @@ def rows_that_a_fit_prepares_are_evaluated_as_they_are() -> None:
     equals_one_process(_prepared, X, Y, "prepared-in-fit", validation_data=(X[:40], Y[:40]))
     of_unknown_length = tf.data.Dataset.from_tensor_slices((X[:40], Y[:40])).batch(20).filter(lambda *_: True)
     equals_one_process(_prepared, X, Y, "prepared-unknown-length", validation_data=of_unknown_length)
-
-
-class _Keeps(keras.layers.Layer):
-    """A layer with numbers that are no weight, by another seed on each rank or the same."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.numbers = np.random.default_rng(seed).normal(size=6)
-
-    def call(self, inputs: Any) -> Any:
-        return inputs * self.numbers
-
-
-@only(np=2)
-def numbers_that_no_rank_shares_are_named() -> None:
-    """As of NumPy without a seed: each rank would train another model."""
-    for name, seed in {"shared": 1, "own": hvd.rank()}.items():
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.Input((6,)), _Keeps(seed), keras.layers.Dense(3)])
-        history: Any = ringtrain.fit(compiled(model), X, Y, name=f"numbers-{name}", options=options(), **SAME)
-        summary = json.loads((history.run / "summary.json").read_text())
-        is_named = "each rank has other numbers in this array" in str(summary["unlike_one_process"])
-        assert is_named == (name == "own"), summary["unlike_one_process"]
 
 
 class Picky(keras.layers.Layer):
