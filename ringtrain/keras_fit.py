@@ -250,19 +250,17 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     # The main path of train.py, with the script as its source. The model is the script's own: what a run adds to it,
     # such as the reduction of its optimizer, is removed again, also after an error.
     source = script.ScriptSource(config, model, arguments)
-    process = train.setup(config, source, None, journal.Stages())
-    may_be_compiled = not hvd.ranks_reduce() and not process.strategy.shares_state and not config.train.jit
-    with script_model.unchanged_afterwards(model, may_be_compiled=may_be_compiled), train.journaled(process):
-        run, summary, exit_code = train.to_the_end(process)
+    run = train.setup(config, source, None, journal.Stages())
+    may_be_compiled = not hvd.ranks_reduce() and not run.strategy.shares_state and not config.train.jit
+    with script_model.unchanged_afterwards(model, may_be_compiled=may_be_compiled), train.journaled(run):
+        summary, exit_code = train.to_the_end(run)
     # A signal has ended all ranks after the same step; the script must not go on as if training were complete. A later
     # one ends it, too, now that the run is complete.
-    end_by_signal(exit_code or process.signals.exit_code)
+    end_by_signal(exit_code or run.signals.exit_code)
     # The script gets what `model.fit` returns, and in addition where the run is and what was verified.
     history: Any = source.history
-    history.run = Path(process.config.run.directory) / process.config.run.name
-    if run is not None:
-        history.run = run.folder
-    else:
+    history.run = run.folder
+    if run.is_complete:
         # A run that was complete: the script gets its model and history, as if it had trained now.
         if history.run.resolve() in _ended and hvd.rank() == 0:
             text = "is complete, this call has trained nothing: raise epochs, or give fit another name"

@@ -33,7 +33,7 @@ from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.for_script import RUN, ForScript
 from ringtrain.protocol.launchers import launched_rank
 from ringtrain.run import consistency, console, devices, from_checkpoint, log_capture, step_monitor
-from ringtrain.run.context import Job, Opening, Process, RunContext, Source, alone
+from ringtrain.run.context import Job, Opening, Run, Source
 from ringtrain.sources.configured import ConfiguredSource
 from ringtrain.strategies.parameter_server import cluster, worker
 from ringtrain.strategies.parameter_server.cluster import RankGroup
@@ -121,45 +121,43 @@ def _walk(config: Config, stages: journal.Stages) -> tuple[Mapping[str, Any], in
         group = cluster.meet(config, servers)
         if group.rank:
             return {}, worker.supervise(config, group)  # a server or a worker, controlled by rank 0
-    process = setup(config, source, group, stages)
-    with journaled(process):
-        _, summary, exit_code = to_the_end(process)
-    return summary, exit_code
+    run = setup(config, source, group, stages)
+    with journaled(run):
+        return to_the_end(run)
 
 
 @contextlib.contextmanager
-def journaled(process: Process) -> Iterator[None]:
+def journaled(run: Run) -> Iterator[None]:
     """Writes an error to the run's journal, and unlocks the run's folder."""
     # Reports on failures read the journal. A lock that stays would keep the process's next run out of the folder.
     try:
         yield
     except Exception as error:
-        process.journal.write_failure(error)
-        process.lock.release()
+        run.journal.write_failure(error)
+        run.lock.release()
         raise
 
 
-def to_the_end(process: Process) -> tuple[RunContext | None, Mapping[str, Any], int]:
-    """Trains a run to its end; returns it, None if it was complete already, its summary, and the exit code."""
+def to_the_end(run: Run) -> tuple[Mapping[str, Any], int]:
+    """Trains a run to its end; returns its summary and the exit code."""
     # After each change of ranks, they agree again: on the state of the one that is furthest.
-    if process.strategy.ranks_change:
+    if run.strategy.ranks_change:
         from ringtrain.strategies import elastic
 
-        return elastic.run(process, functools.partial(_from_agreement, process))
-    return _from_agreement(process)
+        return elastic.through_changes(run, functools.partial(_from_agreement, run))
+    return _from_agreement(run)
 
 
-def _from_agreement(process: Process) -> tuple[RunContext | None, Mapping[str, Any], int]:
-    run = agree(process)
-    if not isinstance(run, RunContext):  # the command of a complete run was given again
-        return None, run, 0
-    with process.signals:
+def _from_agreement(run: Run) -> tuple[Mapping[str, Any], int]:
+    summary = agree(run)
+    if summary:  # the command of a complete run was given again
+        return summary, 0
+    with run.signals:
         fit(run)
-        summary, exit_code = finish(run)
-    return run, summary, exit_code
+        return finish(run)
 
 
-def setup(config: Config, source: Source, group: RankGroup | None, stages: journal.Stages) -> Process:
+def setup(config: Config, source: Source, group: RankGroup | None, stages: journal.Stages) -> Run:
     """Loads the libraries, starts Horovod and pins this rank's devices."""
     import ringtrain.hvd as hvd  # first: it reports missing packages
     from ringtrain.run import resume, stopping, tracking
@@ -187,97 +185,88 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
     is_first = hvd.process.PROCESS.num_runs == 1
     if not is_first:
         attempt = dataclasses.replace(attempt, run_name="")
-    # A rank that joins others alone has nobody to share an error with.
-    together = alone if strategy.ranks_change else hvd.run_together
-    config = together(lambda: resume.started_again(config, attempt))
-    # The code as loaded, as the files may change during the run. Its records: a missing package is reported now.
-    code = together(lambda: {**consistency.of_code(config, tracking.versions()), **source.code()})
-    return Process(
+    run = Run(
         config=config,
         source=source,
         attempt=attempt,
         is_first=is_first,
         strategy=strategy,
         pinning=pinning,
-        code=code,
+        code={},
         status=status.StatusLine(hvd.rank()),
         signals=stopping.Signals(events),
         journal=events,
         stages=stages,
-        together=together,
     )
+    run.config = run.together(lambda: resume.started_again(config, attempt))
+    # The code as loaded, as the files may change during the run. Its records: a missing package is reported now.
+    run.code = run.together(lambda: {**consistency.of_code(run.config, tracking.versions()), **source.code()})
+    return run
 
 
-def agree(process: Process) -> RunContext | Mapping[str, Any]:
+def agree(run: Run) -> Mapping[str, Any]:
     """Verifies that the ranks train the same, restores the run's state, and opens its folder. Collective.
 
     Every rank takes part in every collective; code for rank 0 alone contains none.
 
     Returns:
-        The run; or summary.json, if it is complete and stays unchanged.
+        summary.json, if the run is complete and stays unchanged; else {}.
     """
     from ringtrain import hvd
 
     # Each rank has a device of its own, and the code of rank 0.
-    strategy, stages = process.strategy, process.stages
+    strategy, stages, source = run.strategy, run.stages, run.source
+    run.rank, run.size = hvd.rank(), hvd.size()
     hvd.step_timing.PLACE.enter("start")
-    if process.config.device.share_gpus:
+    if run.config.device.share_gpus:
         device = ""
     else:
-        device = devices.identity(process.pinning)
+        device = devices.identity(run.pinning)
     hvd.check_placement(device)
-    consistency.same_code(process)
+    consistency.same_code(run)
     stages.done("checks")
 
     # Data and model: each rank trains its rows of every global batch, and evaluates its part of the test rows.
-    job = process.source.read_job(process)
-    consistency.same_job(process, job)
+    run.job = job = source.read_job(run)
+    consistency.same_job(run)
     stages.done("model")
 
     # Every rank begins with rank 0's weights, from the newest checkpoint if there is one. Averaged gradients keep them
     # equal.
-    start, summary = process.source.restore(process, job)
+    run.start, summary = source.restore(run)
     stages.done("restored")
     # A complete run stays as it is, but its mirror may lack the last files.
     if summary:
-        folder = Path(process.config.run.directory) / process.config.run.name
-        with process.signals:
-            _end(process, folder)
+        run.is_complete, run.folder = True, Path(run.config.run.directory) / run.config.run.name
+        with run.signals:
+            _end(run)
         return summary
     # A wrong state or a reduction that does not average must be seen now, not after hours of training.
     hvd.check_in_sync(job.model)
-    gradients = _check_averaging(job)
+    run.gradients = _check_averaging(job)
     stages.done("agreement")
 
     # Of all processes, also of those that run no training loop, such as parameter servers.
-    hosts = [*hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts"), *strategy.other_hosts]
+    run.hosts = [*hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts"), *strategy.other_hosts]
 
     # Run folder: only now, after all checks of the configuration. From here on, each rank has a log in it. Ranks that
     # change note their generation in it last: no collective may fail between that and its line in the journal.
-    opening = process.source.open_folder(process, job, start)
+    opening = source.open_folder(run)
+    run.folder, run.clock = opening.folder, strategy.clock(run)
     if opening.log:
-        from_checkpoint.open_log(process, opening.folder / "logs" / opening.log)
+        from_checkpoint.open_log(run, opening.folder / "logs" / opening.log)
     # The plan, with every number that follows from the options; with other ranks the run goes on without it.
-    terminal = console.terminal_of(process)
+    run.terminal = console.terminal_of(run)
     if opening.is_first:
-        console.show_plan(terminal, process, job.numbers, hosts, job.plan)
-        console.show_start(terminal, process, start)
-    _open_journal(process, opening, hosts)
+        console.show_plan(run)
+        console.show_start(run)
+    _open_journal(run, opening)
 
-    # Measurement and monitoring of the steps.
-    run = RunContext(  # with all that process and job have
-        **vars(process),
-        **vars(job),
-        hosts=hosts,
-        start=start,
-        folder=opening.folder,
-        gradients=gradients,
-        terminal=terminal,
-    )
+    # Measurement and monitoring of the steps. Where ranks change, Horovod finds those that are lost.
     step_monitor.measure_phases(run)
-    if not strategy.ranks_change:  # there, Horovod finds the ranks that are lost
+    if not strategy.ranks_change:
         step_monitor.add_monitor(run)
-    return run
+    return {}
 
 
 def _check_averaging(job: Job) -> str:
@@ -288,23 +277,23 @@ def _check_averaging(job: Job) -> str:
     return results[0]  # the model's own
 
 
-def _open_journal(process: Process, opening: Opening, hosts: Sequence[str]) -> None:
+def _open_journal(run: Run, opening: Opening) -> None:
     """Opens this rank's journal with the facts of the attempt."""
     from ringtrain import hvd
 
-    process.journal.open(opening.folder, hvd.rank(), hvd.size(), process.attempt.number, opening.start_s)
-    process.journal.spent = hvd.step_timing.PLACE.spent if hvd.rank() == 0 else dict
+    run.journal.open(run.folder, run.rank, run.size, run.attempt.number, opening.start_s)
+    run.journal.spent = hvd.step_timing.PLACE.spent if run.rank == 0 else dict
     facts = dict(opening.facts)
     if opening.is_first:
-        moments = process.stages.moments
-        begun_s = moments["process" if process.is_first else "python"]
-        facts |= {"hosts": hosts, "begun_s": begun_s}
-        if process.is_first:
-            facts["launched_s"] = process.attempt.launched_s
-    process.journal.write(opening.event, **facts)
+        moments = run.stages.moments
+        begun_s = moments["process" if run.is_first else "python"]
+        facts |= {"hosts": run.hosts, "begun_s": begun_s}
+        if run.is_first:
+            facts["launched_s"] = run.attempt.launched_s
+    run.journal.write(opening.event, **facts)
 
 
-def fit(run: RunContext) -> None:
+def fit(run: Run) -> None:
     """Trains to the end of the run, or until all ranks stop after the same step. Every rank makes the same steps."""
     from ringtrain.run import loop
 
@@ -313,7 +302,7 @@ def fit(run: RunContext) -> None:
 
 
 @contextlib.contextmanager
-def training(run: RunContext) -> Iterator[None]:
+def training(run: Run) -> Iterator[None]:
     """Context in which a run trains with `run.callbacks`, inside of that of its signals. Collective."""
     from ringtrain import hvd
     from ringtrain.run.callbacks import Callbacks
@@ -327,10 +316,10 @@ def training(run: RunContext) -> Iterator[None]:
         stack.callback(run.callbacks.saver.wait)
         yield
         # Only now, as all is saved: a run that was stopped resumes with each rank's own statistics.
-        hvd.average_moving_statistics(run.model)
+        hvd.average_moving_statistics(run.job.model)
 
 
-def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
+def finish(run: Run) -> tuple[Mapping[str, Any], int]:
     """Compares the ranks once more, and writes the run's results. Returns the summary and the exit code."""
     from ringtrain.run import tracking
 
@@ -340,7 +329,7 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     # Results: the ranks are compared a last time, and rank 0 exports the model.
     mirror = run.lock.mirror
     mirrored = {"mirror": {"url": mirror.url, "failed": mirror.failures}} if mirror else {}
-    summary = tracking.write_results(run, {**strategy.summary(run), **run.facts, **mirrored})
+    summary = tracking.write_results(run, {**strategy.summary(run), **run.job.facts, **mirrored})
     # A person sees the metrics, and last what was verified.
     total_s = time.time() - run.stages.moments["python"]
     console.show_result(run.terminal, run.folder, summary, strategy.proof(summary, run.gradients), total_s)
@@ -353,36 +342,36 @@ def finish(run: RunContext) -> tuple[Mapping[str, Any], int]:
     # After a signal all ranks wait for rank 0: mpirun kills the others soon after one has exited.
     if stop.exit_code:
         run.together(lambda: None)
-    _end(run, run.folder, stop.exit_code, stop.grace_ends_s)
+    _end(run, stop.exit_code, stop.grace_ends_s)
     return summary, stop.exit_code
 
 
-def _end(process: Process, folder: Path, exit_code: int = 0, ends_s: float = math.inf) -> None:
+def _end(run: Run, exit_code: int = 0, ends_s: float = math.inf) -> None:
     """Completes the run's mirror, and gives back what this job holds: folder, other processes."""
     # Whatever becomes of the mirror, the folder is free for the next run, and servers and workers end.
     try:
-        _finish_mirror(process, folder, exit_code, ends_s)
+        _finish_mirror(run, exit_code, ends_s)
     finally:
-        process.lock.release()
-        process.strategy.end(exit_code)
+        run.lock.release()
+        run.strategy.end(exit_code)
 
 
-def _finish_mirror(process: Process, folder: Path, exit_code: int, ends_s: float) -> None:
+def _finish_mirror(run: Run, exit_code: int, ends_s: float) -> None:
     """Waits until the run's mirror has all of it. Collective; raises CheckpointError, or reports it after a signal."""
-    if not process.config.run.mirror:
+    if not run.config.run.mirror:
         return
 
     def finish() -> None:
-        if process.lock.mirror is None:  # not on rank 0
+        if run.lock.mirror is None:  # not on rank 0
             return
         try:
-            process.lock.mirror.finish(folder, ends_s)
+            run.lock.mirror.finish(run.folder, ends_s)
         except CheckpointError as error:
             if not exit_code:
                 raise
             print(f"ringtrain: {error}", file=sys.stderr, flush=True)  # the exit code asks to be started again
 
-    process.together(finish)
+    run.together(finish)
 
 
 if __name__ == "__main__":

@@ -11,17 +11,17 @@ from ringtrain.monitor import fault_injection
 from ringtrain.run import evaluation, saver, stopping, tracking
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import RunContext
+    from ringtrain.run.context import Run
 
 
 class Callbacks:
     """Callbacks of one rank; `ordered` is the list of all."""
 
-    def __init__(self, run: RunContext) -> None:
-        lengths = run.numbers.lengths
+    def __init__(self, run: Run) -> None:
+        lengths = run.job.numbers.lengths
         faults = fault_injection.FaultInjector(run.source.faults, run.rank, *lengths, run.folder, run.journal)
         inject = keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda batch, logs: faults.after_step(run.clock.global_step, run.model)
+            on_train_batch_end=lambda batch, logs: faults.after_step(run.clock.global_step, run.job.model)
         )
         self.evaluation = evaluation.Evaluation(run)
         self.in_sync = hvd.callbacks.CheckInSyncCallback(run.config.train.check_every_steps)
@@ -41,7 +41,7 @@ class Callbacks:
             run.step_timer,  # ends the step's time before the others take theirs
             self.evaluation,  # replaces this rank's metrics with those of all ranks, before they are read
             note_rate,  # before a callback changes it
-            *run.users_callbacks,  # may add metrics and ask for the end
+            *run.job.users_callbacks,  # may add metrics and ask for the end
             self.recorder,  # records what the callbacks above have added
             self.stop,  # agrees on all requests to stop, and that the loss is finite, before anything is saved
             self.in_sync,  # ranks that have diverged save nothing

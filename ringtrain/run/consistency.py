@@ -16,7 +16,7 @@ from ringtrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from ringtrain.data import DataSet
-    from ringtrain.run.context import Job, Process
+    from ringtrain.run.context import Run
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -102,21 +102,21 @@ def refuse_options(plans: Sequence[tuple[Config, Numbers | None]]) -> None:
 # ---- collectives of all ranks --------------------------------------------------------------------------------------
 
 
-def same_code(process: Process) -> None:
+def same_code(run: Run) -> None:
     """Verifies that all ranks have the same code as rank 0. Collective."""
     from ringtrain import hvd
 
-    refuse(hvd.allgather_object((socket.gethostname(), process.code), name="ringtrain_code"))
+    refuse(hvd.allgather_object((socket.gethostname(), run.code), name="ringtrain_code"))
 
 
-def same_job(process: Process, job: Job) -> None:
+def same_job(run: Run) -> None:
     """Verifies that all ranks have the same options, derived numbers and data. Collective."""
     from ringtrain import hvd
 
     # Options first: data that differ would often follow from them, and name the cause worse.
-    refuse_options(hvd.allgather_object((process.config, job.numbers), name="ringtrain_numbers"))
-    refuse(hvd.allgather_object((socket.gethostname(), job.checksums), name="ringtrain_data"))
+    refuse_options(hvd.allgather_object((run.config, run.job.numbers), name="ringtrain_numbers"))
+    refuse(hvd.allgather_object((socket.gethostname(), run.job.checksums), name="ringtrain_data"))
     # Workers of parameter servers read the data, too, and are no ranks of these collectives. They have no model.
-    own = {**process.code, **job.checksums}
-    for host, others in process.strategy.of_others:
+    own = {**run.code, **run.job.checksums}
+    for host, others in run.strategy.of_others:
         refuse([(socket.gethostname(), {name: own.get(name, "missing") for name in others}), (host, others)])

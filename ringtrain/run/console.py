@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringtrain.config import changed_options
-from ringtrain.derived import Numbers, in_words, without_effect
+from ringtrain.derived import in_words, without_effect
 from ringtrain.monitor.journal import duration
 from ringtrain.optim import schedules
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import Process
-    from ringtrain.run.resume import Start
+    from ringtrain.run.context import Run
 
 SECONDS_BETWEEN_LINES = 10.0
 A_CALLBACK = "a callback"
@@ -63,11 +62,11 @@ def _lead_to_nowhere(descriptor: int) -> None:
     os.close(nowhere)
 
 
-def terminal_of(process: Process) -> Terminal:
+def terminal_of(run: Run) -> Terminal:
     """Returns the output of this rank, which is quiet if the run is."""
     from ringtrain import hvd
 
-    return Terminal(process.source.is_quiet or hvd.rank() != 0)
+    return Terminal(run.source.is_quiet or hvd.rank() != 0)
 
 
 class Progress:
@@ -101,15 +100,10 @@ def speed(samples_per_s: float, samples: str = "images") -> str:
     return f"{samples_per_s:,.0f} {samples}/s"
 
 
-def show_plan(
-    terminal: Terminal, process: Process, numbers: Numbers, hosts: Sequence[str], rows: Mapping[str, str] | None = None
-) -> None:
-    """Prints the plan, with every number derived from the configuration.
-
-    `hosts`: host of each rank; `rows`: replace those of the configuration.
-    """
-    config, strategy = process.config, process.strategy
-    placement = strategy.placement(numbers, process.pinning, hosts)
+def show_plan(run: Run) -> None:
+    """Prints the plan, with every number derived from the configuration; the job's own rows replace those."""
+    config, strategy, numbers = run.config, run.strategy, run.job.numbers
+    placement = strategy.placement(numbers, run.pinning, run.hosts)
     rates = schedules.in_words(schedules.schedule_of(config, numbers), numbers.steps_per_epoch)
     notes: dict[str, str] = {}
     for sentence in without_effect(config):
@@ -132,21 +126,22 @@ def show_plan(
         **rates,
         "seed": str(config.seed),
         "options": options,
-        **(rows or {}),
+        **run.job.plan,
         **notes,
     }
-    _show_rows(terminal, shown)
+    _show_rows(run.terminal, shown)
 
 
-def show_start(terminal: Terminal, process: Process, start: Start) -> None:
+def show_start(run: Run) -> None:
     """Prints where a run resumes, which checkpoints were skipped, and why earlier attempts ended."""
-    for number, cause in enumerate(process.attempt.causes, 1):
+    terminal, start = run.terminal, run.start
+    for number, cause in enumerate(run.attempt.causes, 1):
         terminal.print(f"attempt {number} ended: {cause}")
     for reason in start.refused:
         terminal.print(f"{'skipped':<14} {reason}")
     if start.source:
         unused = ""
-        if process.config.run.init_from:
+        if run.config.run.init_from:
             unused = " (run.init_from has no effect)"
         _show_rows(terminal, {"resumes": f"after step {start.global_step:,}, from {start.source}{unused}"})
 

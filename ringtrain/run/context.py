@@ -1,4 +1,4 @@
-"""State of one run on one rank: of its process, of its job, and, once the ranks agree, of the run."""
+"""One run on one rank: what `train.setup` makes, and what `train.agree` adds once the ranks agree."""
 
 from __future__ import annotations
 
@@ -32,11 +32,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-
-def alone(action: Callable[[], T]) -> T:
-    """Runs an action on this rank, in place of `hvd.run_together` where other ranks may be training."""
-    return action()
 
 
 ON_RANK_0 = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "ProgbarLogger")
@@ -87,39 +82,14 @@ class Source(Protocol):
     def pin(self, strategy: Strategy) -> Pinning:
         """Pins this rank's devices."""
 
-    def read_job(self, process: Process) -> Job:
+    def read_job(self, run: Run) -> Job:
         """Reads the data, and makes model and callbacks. Collective."""
 
-    def restore(self, process: Process, job: Job) -> tuple[Start, Mapping[str, Any]]:
+    def restore(self, run: Run) -> tuple[Start, Mapping[str, Any]]:
         """Gives the model the state to begin with; returns its position, and summary.json of a complete run or {}."""
 
-    def open_folder(self, process: Process, job: Job, start: Start) -> Opening:
+    def open_folder(self, run: Run) -> Opening:
         """Makes the run's folder, or finds it again. Collective."""
-
-
-@dataclass(kw_only=True)
-class Process:
-    """This rank after `setup`, before it has exchanged anything about the job with the others."""
-
-    config: Config
-    source: Source
-    attempt: Attempt
-    strategy: Strategy
-    pinning: Pinning
-    code: Mapping[str, str]
-    """versions and checksums of code, as loaded: the files may change during a run"""
-    status: StatusLine
-    """in shared memory, for the host agent"""
-    signals: Signals
-    journal: Journal
-    """closed until the run has a folder"""
-    stages: Stages
-    together: Callable[[Callable[[], Any]], Any]
-    """calls a function on all ranks and raises its error on each; where ranks join and leave, on this one alone"""
-    is_first: bool = True
-    """whether this is the first run of the process, which a restart continues, named or not"""
-    lock: RunLock = field(default_factory=RunLock)
-    """held by rank 0 from before it reads the run folder until the end"""
 
 
 @dataclass(frozen=True)
@@ -190,34 +160,58 @@ class Job:
 
 
 @dataclass(kw_only=True)
-class RunContext(Process, Job):
-    """A run on which all ranks agree, as `fit` and `finish` need it."""
+class Run:
+    """A run on this rank."""
 
-    hosts: list[str]
-    """by rank"""
-    start: Start
-    folder: Path
-    gradients: str
-    """how gradients were verified to be averaged"""
-    terminal: Terminal
+    # ---- from `setup`, before anything about the job is exchanged with the other ranks
+    config: Config
+    source: Source
+    attempt: Attempt
+    is_first: bool
+    """whether this is the first run of the process, which a restart continues, named or not"""
+    strategy: Strategy
+    pinning: Pinning
+    code: Mapping[str, str]
+    """versions and checksums of code, as loaded: the files may change during a run"""
+    status: StatusLine
+    """in shared memory, for the host agent"""
+    signals: Signals
+    journal: Journal
+    """closed until the run has a folder"""
+    stages: Stages
+    lock: RunLock = field(default_factory=RunLock)
+    """held by rank 0 from before it reads the run folder until the end"""
+
+    # ---- from `agree`, again after each change of ranks
     rank: int = field(init=False)
     size: int = field(init=False)
+    job: Job = field(init=False)
+    start: Start = field(init=False)
+    is_complete: bool = False
+    """whether it was complete before: nothing is trained"""
+    folder: Path = field(init=False)
+    hosts: list[str] = field(init=False)
+    """by rank"""
+    gradients: str = field(init=False)
+    """how gradients were verified to be averaged"""
+    terminal: Terminal = field(init=False)
     clock: Clock = field(init=False)
     monitor: Monitor | None = None
     step_timer: StepTimer | None = None
+
+    # ---- from `training`
     callbacks: Callbacks = field(init=False)
-    """set by `train.training`"""
     started: float = 0.0
     """Unix time at which training began"""
-    fingerprint: Callable[[], int | None] = lambda: None
-    """number of the global batches that this rank has trained, below 2 ** 31; None: ranks do not compare them"""
-
-    def __post_init__(self) -> None:
-        from ringtrain import hvd
-
-        self.rank, self.size = hvd.rank(), hvd.size()
-        self.clock = self.strategy.clock(self)
 
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Runs an action on all ranks, and raises its error on each; on a rank that joins others, on this one alone."""
+        from ringtrain import hvd
+
+        if self.strategy.ranks_change:
+            return action()
+        return hvd.run_together(action)

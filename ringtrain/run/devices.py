@@ -17,7 +17,6 @@ from ringtrain.config import Config, DeviceConfig
 from ringtrain.errors import DeviceError
 from ringtrain.protocol.cores import cores_of_job, count_cores, num_threads
 from ringtrain.protocol.env import SLOT
-from ringtrain.run.context import alone
 
 
 @dataclass(frozen=True)
@@ -222,9 +221,9 @@ def pin_script(options: DeviceConfig, num_devices: int = 1, one_thread: bool = F
     from ringtrain import hvd
 
     place = slot(), hvd.local_size()
-    together = alone if hvd.elastic.is_on() else hvd.run_together
-    pinning: Pinning = together(lambda: pin_late(*place, options, num_devices, one_thread))
-    return pinning
+    if hvd.elastic.is_on():
+        return pin_late(*place, options, num_devices, one_thread)
+    return hvd.run_together(lambda: pin_late(*place, options, num_devices, one_thread))
 
 
 def missing_gpu(pinning: Pinning, nccl: bool, environ: Mapping[str, str] = os.environ) -> str:

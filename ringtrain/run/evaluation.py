@@ -18,7 +18,7 @@ from ringtrain import data, hvd
 from ringtrain.optim.step import flat_logs, metric_results, seed_of
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import RunContext
+    from ringtrain.run.context import Run
 
 
 LogsOfRank = tuple[dict[str, Any], dict[str, list[str]]]
@@ -32,16 +32,16 @@ class Evaluation(keras.callbacks.Callback):
     test samples, which may be empty. An interrupted epoch is not evaluated.
     """
 
-    def __init__(self, run: RunContext) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
-        self.run, self.test = run, run.data_set.test
+        self.run, self.test = run, run.job.data_set.test
         self.num_shards = run.config.train.virtual_ranks or run.size
         self.own = range(*data.part_of(self.num_shards, run.rank, run.size))
         """numbers of this rank's shards: one, or one per virtual rank"""
-        rows = run.validation.batch_size
+        rows = run.job.validation.batch_size
         self.shards = [self.test.shard(number, self.num_shards, rows) for number in self.own]
         self.batches: list[Any] = []
-        if run.numbers.num_test:
+        if run.job.numbers.num_test:
             self.batches = [data.evaluation_batches(self.test, shard, rows) for shard in self.shards]
         self.seconds = 0.0
         self.logs: dict[str, Any] = {}
@@ -51,7 +51,7 @@ class Evaluation(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Lets shuffles and caches, which training data may share, be as earlier processes have left them."""
-        self.run.pass_over(self.run.start.initial_epoch, self.run.clock.epoch)
+        self.run.job.pass_over(self.run.start.initial_epoch, self.run.clock.epoch)
 
     @hvd.during("evaluate")
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -67,8 +67,8 @@ class Evaluation(keras.callbacks.Callback):
         metrics = over_all_ranks(self.model)
         self.set_metrics(logs, metrics, (self.run.clock.results, results))
         was_stopped = self.run.callbacks.stop.is_ended  # by a step: those that end with the epoch come later
-        self.run.data_set.train.end_epoch(epoch - self.run.start.initial_epoch, was_stopped)
-        if not self.run.numbers.num_test or not self.run.validation.is_due(epoch):
+        self.run.job.data_set.train.end_epoch(epoch - self.run.start.initial_epoch, was_stopped)
+        if not self.run.job.numbers.num_test or not self.run.job.validation.is_due(epoch):
             return
         begin_s = time.perf_counter()
         parts, logs_of_rank = hvd.run_together(lambda: self._evaluate_shards(epoch), of_script=True)
@@ -80,7 +80,7 @@ class Evaluation(keras.callbacks.Callback):
                     rows[number] = sums
         metrics = over_all_ranks(self.model, values)
         for name, value in logs_of_all(metrics, logs_of_rank).items():
-            logs[f"{self.run.validation.prefix}{name}"] = value
+            logs[f"{self.run.job.validation.prefix}{name}"] = value
         self.seconds += time.perf_counter() - begin_s
 
     def set_metrics(
@@ -126,12 +126,12 @@ class Evaluation(keras.callbacks.Callback):
 
     def _evaluate_shards(self, epoch: int) -> tuple[list[list[NDArray[Any]]], LogsOfRank | None]:
         """State of the metrics after each of this rank's shards, and its logs."""
-        self.test.begin_evaluation(self.run.num_evaluations(self.run.start.initial_epoch, epoch))
+        self.test.begin_evaluation(self.run.job.num_evaluations(self.run.start.initial_epoch, epoch))
         # Where ranks share seeds, layers that are random here, too, must leave them as they were.
         seeds = hvd.seeds(self.model) if hvd.is_shared(self.model) else []
         kept, parts = [keras.ops.convert_to_numpy(seed) for seed in seeds], []
         # One evaluation for the script's callbacks, also on a rank without a batch: they may change what ranks share.
-        callbacks = CallbacksOfRank([*self.run.users_callbacks])  # parameters would replace those of training
+        callbacks = CallbacksOfRank([*self.run.job.users_callbacks])  # parameters would replace those of training
         callbacks.begin()
         try:
             for number, shard, batches in zip(self.own, self.shards, self.batches, strict=True):

@@ -20,32 +20,32 @@ from ringtrain.run import checkpoint, console, durable, log_capture, run_folder
 from ringtrain.run.context import Opening
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import Job, Process
+    from ringtrain.run.context import Job, Run
     from ringtrain.run.resume import Start
 
 PASSWORD = re.compile(r"//[^/@]*:[^/@]*@")
 """in a URL"""
 
 
-def lock_folder(process: Process) -> None:
+def lock_folder(run: Run) -> None:
     """Lets rank 0 lock an existing run folder before anything is read from it. Collective; raises RunDirectoryError."""
     from ringtrain import hvd
 
-    config = process.config
+    config = run.config
     existing = Path(config.run.directory) / config.run.name
 
     def take() -> None:
         if config.run.name and run_folder.is_run(existing):
-            process.lock.take(existing, same_job=process.attempt.number > 0)
+            run.lock.take(existing, same_job=run.attempt.number > 0)
 
     hvd.on_rank_0(take)
 
 
-def _fetch(process: Process) -> None:
+def _fetch(run: Run) -> None:
     """Becomes the writer of the run's mirror, and copies the run from there if it is further than the local folder."""
     from ringtrain.run.mirror import Mirror
 
-    config, lock = process.config, process.lock
+    config, lock = run.config, run.lock
     if not config.run.name:
         raise ConfigError("run.mirror needs the name by which a start on another host finds the run: give --run.name")
     if PASSWORD.search(config.run.mirror):
@@ -54,7 +54,7 @@ def _fetch(process: Process) -> None:
     there, here = Path(config.run.mirror).resolve() / config.run.name, folder.resolve()
     if "://" not in config.run.mirror and (there.is_relative_to(here) or here.is_relative_to(there)):
         raise ConfigError(f"run.mirror: got {config.run.mirror}, which is run.directory or in the run: choose another")
-    is_again = process.attempt.number > 0
+    is_again = run.attempt.number > 0
     lock.mirror = lock.mirror or Mirror(config.run.mirror, config.run.name, same_job=is_again)
     if config.run.resume == "never" and not is_again:
         if lock.mirror.has_run():
@@ -65,18 +65,18 @@ def _fetch(process: Process) -> None:
         print(f"ringtrain: {lock.mirror.url}: copied from there: {fetched}", file=sys.stderr, flush=True)
 
 
-def find_start(process: Process) -> None:
+def find_start(run: Run) -> None:
     """Brings a run's newest state to rank 0's disk, and decides which checkpoint it begins from. Collective."""
     from ringtrain import hvd
 
     # Locked before anything is read: another job, or an earlier attempt of this one, may still write to the folder.
-    lock_folder(process)
-    if process.config.run.mirror:
-        hvd.on_rank_0(lambda: _fetch(process))
-        lock_folder(process)
+    lock_folder(run)
+    if run.config.run.mirror:
+        hvd.on_rank_0(lambda: _fetch(run))
+        lock_folder(run)
 
 
-def _restore(process: Process, job: Job) -> tuple[Start, Mapping[str, Any]]:
+def _restore(run: Run) -> tuple[Start, Mapping[str, Any]]:
     """Restores the checkpoint that `find_start` has decided on, on every rank, if there is one. Collective.
 
     Returns the position from which the run starts and, if the run is complete, its summary.json, which rank 0 then
@@ -86,15 +86,15 @@ def _restore(process: Process, job: Job) -> tuple[Start, Mapping[str, Any]]:
     from ringtrain.run import identity, resume
 
     # The newest valid checkpoint, from rank 0's disk: the ranks need no common one.
-    config, numbers = process.config, job.numbers
+    config, job, numbers = run.config, run.job, run.job.numbers
     common = identity.in_common(config, numbers, job.checksums, job.of_name)
     start = resume.restore(job.model, *resume.source_of(config), config, numbers, common)
     if not start.source and config.run.resume != "never":  # with that, an existing folder is refused later
-        hvd.on_rank_0(lambda: _look_for_lost_checkpoints(process.lock.folder, numbers.num_steps))
+        hvd.on_rank_0(lambda: _look_for_lost_checkpoints(run.lock.folder, numbers.num_steps))
     start = _at_initial_epoch(start, numbers)
     job.numbers = dataclasses.replace(job.numbers, initial_epoch=start.initial_epoch)  # as checkpoints keep it
     # A run that is complete stays as it is. One that has nothing saved may begin from other weights.
-    summary = complete_summary(process, start, start.global_step >= numbers.num_steps)
+    summary = complete_summary(run, start, start.global_step >= numbers.num_steps)
     if not summary and config.run.init_from and not start.source:
         source = Path(config.run.init_from)
         hvd.on_rank_0(lambda: resume.load_weights(job.model, source))
@@ -154,35 +154,35 @@ def _at_initial_epoch(start: Start, numbers: Numbers) -> Start:
 class FromCheckpoint:
     """State of a run from its newest checkpoint: a base class of sources, see `run.context.Source`."""
 
-    def restore(self, process: Process, job: Job) -> tuple[Start, Mapping[str, Any]]:
-        find_start(process)
-        start, summary = _restore(process, job)
+    def restore(self, run: Run) -> tuple[Start, Mapping[str, Any]]:
+        find_start(run)
+        start, summary = _restore(run)
         if summary:  # a script may go on with the same data
-            num_epochs, num_steps = divmod(start.global_step, job.numbers.steps_per_epoch)
-            job.pass_over(start.initial_epoch, num_epochs + bool(num_steps), was_stopped=num_steps > 0)
+            num_epochs, num_steps = divmod(start.global_step, run.job.numbers.steps_per_epoch)
+            run.job.pass_over(start.initial_epoch, num_epochs + bool(num_steps), was_stopped=num_steps > 0)
         return start, summary
 
-    def open_folder(self, process: Process, job: Job, start: Start) -> Opening:
+    def open_folder(self, run: Run) -> Opening:
         from ringtrain import hvd
         from ringtrain.run import tracking
 
         # Journals of all ranks have the same start, by which a reader knows the lines of one attempt.
-        folder = make_folder(process, job.numbers, start)
+        folder = make_folder(run)
         facts = {
-            "global_step": start.global_step,
-            "resumed_from": start.source,
-            "stages": process.stages.moments,
+            "global_step": run.start.global_step,
+            "resumed_from": run.start.source,
+            "stages": run.stages.moments,
             "versions": tracking.versions(),
         }
         start_s = hvd.broadcast_object(time.time(), root_rank=0, name="ringtrain_start_s")
         return Opening(folder=folder, log=f"rank-{hvd.rank()}.log", event="start", facts=facts, start_s=start_s)
 
 
-def complete_summary(process: Process, start: Start, is_trained: bool) -> Mapping[str, Any]:
+def complete_summary(run: Run, start: Start, is_trained: bool) -> Mapping[str, Any]:
     """Summary of a run with nothing left to train or to export, which rank 0 then prints; else {}. Collective."""
     from ringtrain import hvd
 
-    folder = process.lock.folder
+    folder = run.lock.folder
 
     def read() -> Mapping[str, Any]:
         if folder is None or Path(start.source).parent != folder / "checkpoints":
@@ -200,23 +200,23 @@ def complete_summary(process: Process, start: Start, is_trained: bool) -> Mappin
 
     summary = hvd.on_rank_0(read)
     if summary and folder is not None:
-        console.show_complete(console.terminal_of(process), folder, summary)
+        console.show_complete(console.terminal_of(run), folder, summary)
     return summary
 
 
-def open_log(process: Process, path: Path) -> None:
+def open_log(run: Run, path: Path) -> None:
     """Also writes standard error to the log of this rank from now on."""
     from ringtrain import hvd
 
-    first_line = f"rank {hvd.rank()} of {hvd.size()} on {socket.gethostname()}: {process.pinning}"
-    process.together(lambda: log_capture.log_to(path, first_line))
+    first_line = f"rank {hvd.rank()} of {hvd.size()} on {socket.gethostname()}: {run.pinning}"
+    run.together(lambda: log_capture.log_to(path, first_line))
 
 
-def make_folder(process: Process, numbers: Numbers, start: Start) -> Path:
+def make_folder(run: Run) -> Path:
     """Creates the run folder on rank 0, or reuses that of the previous attempt, and broadcasts its path. Collective."""
     from ringtrain import hvd
 
-    config, lock = process.config, process.lock
+    config, lock = run.config, run.lock
 
     # On rank 0, whose clock names it; with the lock, so that no second job can take it.
     def make() -> Path:
@@ -226,18 +226,18 @@ def make_folder(process: Process, numbers: Numbers, start: Start) -> Path:
             name,
             number_if_taken=not config.run.name,
             # Without the lock, the folder did not exist when checkpoints were searched.
-            reuse=lock.folder is not None and (config.run.resume != "never" or process.attempt.number > 0),
+            reuse=lock.folder is not None and (config.run.resume != "never" or run.attempt.number > 0),
         )
         lock.take(folder)
-        _write_config(folder, config, numbers)
+        _write_config(folder, config, run.job.numbers)
         return folder
 
     # The others get its name. Checkpoints after the one that training resumes from belong to a past that is left.
     folder = hvd.on_rank_0(make)
-    if hvd.rank() == 0 and process.is_first:
+    if hvd.rank() == 0 and run.is_first:
         failures.report_run(folder.name)
-    if start.source:
-        hvd.on_rank_0(lambda: checkpoint.remove_after(folder / "checkpoints", start.global_step))
+    if run.start.source:
+        hvd.on_rank_0(lambda: checkpoint.remove_after(folder / "checkpoints", run.start.global_step))
     return folder
 
 
@@ -246,13 +246,13 @@ def _write_config(folder: Path, config: Config, numbers: Numbers) -> None:
     durable.write(folder / "config.toml", f"# derived:\n{derived}\n{config_io.to_toml(config)}")
 
 
-def take_over(process: Process, folder: Path, numbers: Numbers, records: str) -> None:
+def take_over(run: Run, folder: Path, records: str) -> None:
     """Lets a rank that has become rank 0 write to the folder of its run, which its host may not have. On rank 0.
 
     Args:
         records: Content of metrics.jsonl so far; "" if it is not known.
     """
-    config, lock = process.config, process.lock
+    config, lock = run.config, run.lock
     if lock.folder == folder:
         return
     is_here = (folder / "config.toml").is_file()
@@ -260,20 +260,20 @@ def take_over(process: Process, folder: Path, numbers: Numbers, records: str) ->
         run_folder.make_subfolders(folder)
     lock.take(folder, same_job=True)
     if config.run.mirror:
-        _take_over_mirror(process, folder)
+        _take_over_mirror(run, folder)
     if len(run_folder.records_of(folder)) < len(records):
         durable.write(folder / run_folder.METRICS, records)
     if not is_here:
-        _write_config(folder, config, numbers)
+        _write_config(folder, config, run.job.numbers)
         text = f"{folder} is made on {socket.gethostname()}, the host of rank 0 now"
         print(f"ringtrain: {text}", file=sys.stderr, flush=True)
 
 
-def _take_over_mirror(process: Process, folder: Path) -> None:
+def _take_over_mirror(run: Run, folder: Path) -> None:
     """Becomes the writer of the run's mirror. If that cannot be reached, training continues without it."""
     from ringtrain.run.mirror import Mirror
 
-    config, lock = process.config, process.lock
+    config, lock = run.config, run.lock
     try:
         lock.mirror = Mirror(config.run.mirror, config.run.name, same_job=True)
         lock.mirror.fetch(folder)

@@ -17,10 +17,10 @@ from ringtrain.hvd.keras_patches import innermost
 from ringtrain.run import callback_state
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import RunContext
+    from ringtrain.run.context import Run
 
 
-def train(run: RunContext) -> None:
+def train(run: Run) -> None:
     """Trains to the end of the run, or until all ranks stop after the same step. Every rank makes the same steps."""
     training = Training(run)
     # The strategy makes the steps; it may prepare the next epoch's batches before this one ends.
@@ -29,13 +29,13 @@ def train(run: RunContext) -> None:
             trained: Iterator[Mapping[str, Any]] = iter(())
             if steps:
                 trained = steps_of(epoch, steps.start)
-            for step in steps[:: run.model.steps_per_execution]:
+            for step in steps[:: run.job.model.steps_per_execution]:
                 training.begin_step(step)
                 logs = next(trained, None)
                 if logs is None:
                     break  # the data of this epoch have ended early
                 training.end_step(step, logs)
-                if run.model.stop_training:
+                if run.job.model.stop_training:
                     break
 
 
@@ -47,9 +47,9 @@ class Training:
         step_logs: Of the last step.
     """
 
-    def __init__(self, run: RunContext) -> None:
-        if run.callback_state is not None:  # of ranks that change: those that stay may have a later state
-            run.callback_state.restore()
+    def __init__(self, run: Run) -> None:
+        if run.job.callback_state is not None:  # of ranks that change: those that stay may have a later state
+            run.job.callback_state.restore()
         self.run, self.callbacks = run, CallbacksOfRun(run)
         self.step_logs: Mapping[str, Any] = {}
 
@@ -59,12 +59,12 @@ class Training:
         The callbacks of a run that was complete are called as well: they set its last weights.
         """
         run = self.run
-        model, clock = run.model, run.clock
+        model, clock = run.job.model, run.clock
         model.stop_training = False
         logs: Mapping[str, Any] | None = dict(run.start.metrics) or None
 
         self.callbacks.on_train_begin()
-        callback_state.restore_callbacks(run.all_callbacks, run.start.callbacks)
+        callback_state.restore_callbacks(run.job.all_callbacks, run.start.callbacks)
 
         # The ranks agree on the end: a callback of one alone may set `stop_training`. An epoch whose end a change of
         # ranks has interrupted is ended in any case.
@@ -94,21 +94,21 @@ class Training:
     def end_step(self, step: int, logs: Mapping[str, Any]) -> None:
         """Ends a step that was trained."""
         self.step_logs = logs
-        last = step + self.run.model.steps_per_execution - 1  # Keras names a call by its last step
+        last = step + self.run.job.model.steps_per_execution - 1  # Keras names a call by its last step
         self.callbacks.on_train_batch_end(last, logs)
 
 
-def _end_epoch(run: RunContext, callbacks: Any, epoch: int, step_logs: Mapping[str, Any]) -> dict[str, Any]:
+def _end_epoch(run: Run, callbacks: Any, epoch: int, step_logs: Mapping[str, Any]) -> dict[str, Any]:
     """Calls on_epoch_end; the user's callbacks see complete epochs only, as their state will be saved."""
-    run.model.stop_training = False  # set again if a stop is decided; callbacks may ask for the end as well
+    run.job.model.stop_training = False  # set again if a stop is decided; callbacks may ask for the end as well
     # An epoch in which a callback has ended training ends, as in Keras; a signal leaves it open for a resume.
     if run.callbacks.stop.is_ended and not run.clock.epoch_complete:
         run.clock.end_epoch()
     if run.clock.epoch_complete:
         run.clock.keep_state()
-        callbacks.on_epoch_end(epoch, dict(run.model._get_metrics_result_or_logs(step_logs)))
+        callbacks.on_epoch_end(epoch, dict(run.job.model._get_metrics_result_or_logs(step_logs)))
         return run.callbacks.evaluation.logs  # with the metrics of all ranks
-    users = {id(callback) for callback in run.users_callbacks}
+    users = {id(callback) for callback in run.job.users_callbacks}
     for callback in run.callbacks.ordered:
         if id(callback) not in users:
             callback.on_epoch_end(epoch, {})
@@ -135,14 +135,14 @@ class CallbacksOfRun(keras.callbacks.CallbackList):
 
     callbacks: list[keras.callbacks.Callback]
 
-    def __init__(self, run: RunContext) -> None:
-        super().__init__(run.callbacks.ordered, add_history=True, model=run.model)
+    def __init__(self, run: Run) -> None:
+        super().__init__(run.callbacks.ordered, add_history=True, model=run.job.model)
         self._run = run
-        self.set_params({"verbose": 0, "epochs": run.config.train.epochs, "steps": run.numbers.steps_per_epoch})
-        for callback in run.users_callbacks:
+        self.set_params({"verbose": 0, "epochs": run.config.train.epochs, "steps": run.job.numbers.steps_per_epoch})
+        for callback in run.job.users_callbacks:
             if isinstance(callback, keras.callbacks.CSVLogger) and run.start.is_later:
                 if not callback.append and not run.strategy.ranks_change:
-                    _cut_rows(callback, run.start.global_step // run.numbers.steps_per_epoch)
+                    _cut_rows(callback, run.start.global_step // run.job.numbers.steps_per_epoch)
                 callback.append = True
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -150,16 +150,16 @@ class CallbacksOfRun(keras.callbacks.CallbackList):
         if self._run.start.is_later:
             before = callback_state.Snapshot(self.model, [])
         # After a change of ranks, the user's callbacks go on, but for those that begin on a new rank 0.
-        everyone, begun = self.callbacks, self._run.begun
+        everyone, begun = self.callbacks, self._run.job.begun
         self.callbacks = [callback for callback in everyone if id(callback) not in begun]
         super().on_train_begin(logs)
         self.callbacks = everyone
-        begun |= {id(callback) for callback in self._run.users_callbacks}
+        begun |= {id(callback) for callback in self._run.job.users_callbacks}
         if before:
             before.restore_values()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        clock, users = self._run.clock, self._run.users_callbacks
+        clock, users = self._run.clock, self._run.job.users_callbacks
         is_new = epoch != clock.begun_epoch
         clock.begun_epoch = epoch
         if clock.epoch_complete and not clock.is_open and is_new:

@@ -25,7 +25,7 @@ from ringtrain.run.callback_state import CallbackState
 from ringtrain.run.model_state import Arrays
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import RunContext
+    from ringtrain.run.context import Run
 
 
 class Saver(keras.callbacks.Callback):
@@ -49,29 +49,29 @@ class Saver(keras.callbacks.Callback):
 
     def __init__(
         self,
-        run: RunContext,
+        run: Run,
         is_due: Callable[[], bool] = lambda: False,
         while_saving: Callable[[int], None] = lambda global_step: None,
         is_ended: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
-        self.set_model(run.model)
+        self.set_model(run.job.model)
         self.lock = run.lock
         self.folder, self.config, self.clock, self.journal = run.checkpoints, run.config, run.clock, run.journal
-        self.facts = {"config": dataclasses.asdict(run.config), "numbers": dataclasses.asdict(run.numbers)}
-        common = identity.in_common(run.config, run.numbers, run.checksums, run.of_name)
+        self.facts = {"config": dataclasses.asdict(run.config), "numbers": dataclasses.asdict(run.job.numbers)}
+        common = identity.in_common(run.config, run.job.numbers, run.job.checksums, run.job.of_name)
         self.facts |= {"versions": tracking.versions(), "in_common": common}
         self.metrics = dict(run.start.metrics)
         self.is_due, self.while_saving, self.is_ended = is_due, while_saving, is_ended
-        self.callback_state: CallbackState | None = run.callback_state
-        if run.users_callbacks and self.callback_state is None:
-            self.callback_state = CallbackState(run.users_callbacks, run.model)
+        self.callback_state: CallbackState | None = run.job.callback_state
+        if run.job.users_callbacks and self.callback_state is None:
+            self.callback_state = CallbackState(run.job.users_callbacks, run.job.model)
         self.frozen_as_compiled = run.start.frozen_as_compiled
         self.saved_step = -1
         self.is_closed = run.start.ending.is_closed
         self._failed_step = -2
         self.saves: dict[str, Any] = {"count": 0, "stall_s": 0.0, "longest_stall_s": 0.0, "write_s": 0.0, "failed": []}
-        self._floating = [weight for weight in run.model.weights if _should_be_finite(weight)]
+        self._floating = [weight for weight in run.job.model.weights if _should_be_finite(weight)]
         self._sum_of_weights = tf.function(self._sum, autograph=False).get_concrete_function()
         # Not a new thread for each save: it would run first, and the training thread would wait for it.
         self._writer = ThreadPoolExecutor(1, "ringtrain-saver")

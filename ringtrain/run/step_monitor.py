@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 from ringtrain.monitor import heartbeat
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import RunContext
+    from ringtrain.run.context import Run
 
 
-def measure_phases(run: RunContext) -> None:
+def measure_phases(run: Run) -> None:
     """Begins to note when the phases of a step begin."""
     from ringtrain import hvd
 
     if run.strategy.trains_here:
-        hvd.step_timing.PLACE.watch(run.model)
+        hvd.step_timing.PLACE.watch(run.job.model)
 
 
-def add_monitor(run: RunContext) -> None:
+def add_monitor(run: Run) -> None:
     """Adds the measurement of this rank's steps, and the monitor that reports it to rank 0. Collective."""
     from ringtrain import hvd
 
@@ -40,7 +40,7 @@ def add_monitor(run: RunContext) -> None:
 
 
 @contextlib.contextmanager
-def monitored(run: RunContext, monitor: heartbeat.Monitor) -> Iterator[None]:
+def monitored(run: Run, monitor: heartbeat.Monitor) -> Iterator[None]:
     """Context in which the status line has each phase, and the journal the error that ends training."""
     from ringtrain import hvd
 

@@ -23,7 +23,7 @@ from ringtrain.run import resume
 from ringtrain.run.console import A_CALLBACK, leave_closed_terminal
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import RunContext
+    from ringtrain.run.context import Run
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 NAMES = {number.name: number for number in SIGNALS}
@@ -95,12 +95,12 @@ class StopTogether(keras.callbacks.Callback):
         is_ended: whether a callback has asked for the end, also if a signal came first; the same on every rank.
     """
 
-    def __init__(self, run: RunContext) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
-        self.run, config, steps_per_epoch = run, run.config, run.numbers.steps_per_epoch
+        self.run, config, steps_per_epoch = run, run.config, run.job.numbers.steps_per_epoch
         every_save = config.checkpoint.every_steps or steps_per_epoch
         self.every_steps = {config.health.agree_every_steps, every_save, steps_per_epoch}
-        self._agrees_each_step = any(map(has_batch_hooks, run.users_callbacks))
+        self._agrees_each_step = any(map(has_batch_hooks, run.job.users_callbacks))
         """whether a callback of this rank may ask for the end after any step; the ranks agree on that, too"""
         self._has_agreed = False
         self.save_is_due = False
@@ -141,9 +141,9 @@ class StopTogether(keras.callbacks.Callback):
         if not self._first_bad_step and not _is_finite(logs or {}):
             self._first_bad_step = global_step
         # A stop that was asked for before an epoch's first step ends training after it, as in Keras.
-        is_first = not self._has_agreed or self.run.clock.before % self.run.numbers.steps_per_epoch == 0
+        is_first = not self._has_agreed or self.run.clock.before % self.run.job.numbers.steps_per_epoch == 0
         is_early = self.run.clock.before < self.run.start.global_step + self.run.config.health.agree_every_steps
-        compares = is_early and self.run.fingerprint() is not None  # before other batches are trained
+        compares = is_early and self.run.strategy.fingerprint() is not None  # before other batches are trained
         if compares or is_first or any(map(self.run.clock.passed, self.every_steps)):
             self._agree()
 
@@ -162,9 +162,9 @@ class StopTogether(keras.callbacks.Callback):
         run, now_s = self.run, time.monotonic()
         time_is_up = run.rank == 0 and 0 < run.config.train.max_time_s < now_s - self._begin_s
         save = run.rank == 0 and 0 < 60 * run.config.checkpoint.every_minutes < now_s - self._saved_s
-        ends_quietly = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in run.users_callbacks)
+        ends_quietly = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in run.job.users_callbacks)
         requests = [run.signals.received, time_is_up, bool(self._reason), save, ends_quietly, self._agrees_each_step]
-        batches = run.fingerprint() or 0
+        batches = run.strategy.fingerprint() or 0
         problems = [self._first_bad_step > 0, run.lock.is_lost]
         local = np.array([*problems, *requests, batches, -batches], np.int32)
         if run.size > 1:
@@ -195,13 +195,13 @@ class StopTogether(keras.callbacks.Callback):
         other = next(rank for rank, (of_rank, _) in enumerate(of_ranks) if of_rank != of_ranks[0][0])
         raise DataError(
             f"rank {other} on {of_ranks[other][1]} has other batches than rank 0, by step {self.run.clock.global_step}:"
-            f" {self.run.data_set.train.advice}"
+            f" {self.run.job.data_set.train.advice}"
         )
 
     def _raise_together(self) -> None:
         first_bad = hvd.allgather_object((self._first_bad_step, socket.gethostname()), name="ringtrain_bad_loss")
         step, rank, host = min((step, rank, host) for rank, (step, host) in enumerate(first_bad) if step)
-        epoch, batch = divmod(step - 1, self.run.numbers.steps_per_epoch)
+        epoch, batch = divmod(step - 1, self.run.job.numbers.steps_per_epoch)
         where = "" if hvd.is_shared(self.model) else f" on rank {rank} ({host})"  # each rank has the loss of all
         raise NonFiniteLoss(
             f"non-finite loss{where} at step {step} (epoch {epoch + 1}, batch {batch + 1}): lower the"

@@ -32,7 +32,7 @@ from ringtrain.run.console import Progress, speed
 from ringtrain.run.run_folder import METRICS, NO_METRICS, STEPS, plain, write_summary
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import RunContext
+    from ringtrain.run.context import Run
 
 
 POSITION = ("global_step", "time_s")
@@ -49,11 +49,11 @@ class Recorder(keras.callbacks.Callback):
     steps after the resume point are dropped. `gradient_norm` is computed only for recorded steps.
     """
 
-    def __init__(self, run: RunContext) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
         self.run, self.folder = run, run.folder
-        self.progress = Progress(run.terminal, run.numbers.num_steps, run.config.train.epochs)
-        self.images_per_step = run.numbers.samples_per_step
+        self.progress = Progress(run.terminal, run.job.numbers.num_steps, run.config.train.epochs)
+        self.images_per_step = run.job.numbers.samples_per_step
         self.first_step = run.clock.global_step
         self.timed_steps, self.timed_s = 0, 0.0
         self._begin_s = time.perf_counter()
@@ -83,10 +83,10 @@ class Recorder(keras.callbacks.Callback):
         self.steps_before = self.last_step = self.global_step
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self.run.gradient_norm is not None:
+        if self.run.job.gradient_norm is not None:
             # For the last update before a record, in steps.jsonl or at the end of the epoch.
             to_record = -(self.global_step + 1) % self.run.config.tracking.every_steps, self.params["steps"] - 1 - batch
-            self.run.gradient_norm.want(min(to_record) < self.run.numbers.accumulation_steps)
+            self.run.job.gradient_norm.want(min(to_record) < self.run.job.numbers.accumulation_steps)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.epoch_end_s, self.last_step = time.perf_counter(), self.global_step
@@ -173,8 +173,8 @@ class Recorder(keras.callbacks.Callback):
         record["learning_rate"] = self.learning_rate
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             record["loss_scale"] = float(optimizer.dynamic_scale)
-        if self.run.gradient_norm is not None:
-            record["gradient_norm"] = float(self.run.gradient_norm)
+        if self.run.job.gradient_norm is not None:
+            record["gradient_norm"] = float(self.run.job.gradient_norm)
         record["images_per_s"] = math.nan
         seconds = self.epoch_end_s - self.epoch_start_s
         if seconds:
@@ -254,12 +254,12 @@ def versions() -> dict[str, str]:
     }
 
 
-def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
+def write_results(run: Run, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Compares the ranks once more, exports the model on rank 0, and writes and returns the summary. Collective.
 
     `facts` replace values of the same name.
     """
-    callbacks, numbers = run.callbacks, run.numbers
+    callbacks, numbers = run.callbacks, run.job.numbers
     metrics, recorder = callbacks.saver.metrics, callbacks.recorder
     summary = {
         "test_accuracy": metrics.get("test_accuracy"),
@@ -268,16 +268,16 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
         "images_per_s": recorder.images_per_s if recorder else math.nan,
         "samples": counted(run.config.data.name, numbers.samples_per_step),
         "num_ranks": numbers.num_ranks,
-        "num_parameters": sum(math.prod(variable.shape) for variable in run.model.trainable_variables),
+        "num_parameters": sum(math.prod(variable.shape) for variable in run.job.model.trainable_variables),
         "global_step": run.clock.global_step,
         "stopped_by": callbacks.stop.stopped_by,
         "resumed_from": run.start.source,
         "restarts": run.attempt.number,
         "restart_causes": run.attempt.causes,
-        "frozen": model_state.frozen_layers(run.model),
+        "frozen": model_state.frozen_layers(run.job.model),
         "frozen_as_compiled": run.start.frozen_as_compiled,
         "in_sync": True,
-        "checksum": hvd.check_in_sync(run.model),
+        "checksum": hvd.check_in_sync(run.job.model),
         "check_s": callbacks.in_sync.seconds,
         "evaluate_s": callbacks.evaluation.seconds,
         "saves": callbacks.saver.saves,
@@ -295,9 +295,9 @@ def write_results(run: RunContext, facts: Mapping[str, Any]) -> dict[str, Any]:
             return
         try:
             if "script" in summary:
-                weights = model_state.arrays_of(dict(enumerate(run.model.weights)))
+                weights = model_state.arrays_of(dict(enumerate(run.job.model.weights)))
                 checkpoint.save_result(run.folder, weights)
-            checkpoint.export(run.model, run.folder)
+            checkpoint.export(run.job.model, run.folder)
         except (CheckpointError, OSError) as error:  # the other files are written nevertheless
             summary["not_exported"] = str(error)
         finally:

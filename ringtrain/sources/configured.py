@@ -11,7 +11,7 @@ from ringtrain.config import Config, with_values
 from ringtrain.derived import derive, num_shards
 from ringtrain.errors import ConfigError
 from ringtrain.run import setup
-from ringtrain.run.context import Job, Process
+from ringtrain.run.context import Job, Run
 from ringtrain.run.from_checkpoint import FromCheckpoint
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class ConfiguredSource(FromCheckpoint):
     def pin(self, strategy: Strategy) -> Pinning:
         return strategy.begin()
 
-    def read_job(self, process: Process) -> Job:
+    def read_job(self, run: Run) -> Job:
         import keras
         import tensorflow as tf
 
@@ -44,11 +44,11 @@ class ConfiguredSource(FromCheckpoint):
         from ringtrain.sources.job import job_of
         from ringtrain.strategies.rows import data_of
 
-        strategy, together = process.strategy, process.together
+        strategy, together = run.strategy, run.together
         # Ranks that join and leave share their batch in a way of their own, and hvd knows no workers of servers.
         if not strategy.ranks_change and not strategy.of_others:
-            process.config = resume.same_global_batch(process.config, process.attempt, hvd.size())
-        config = process.config
+            run.config = resume.same_global_batch(run.config, run.attempt, hvd.size())
+        config = run.config
         setup.set_dtypes(config)
         tf.random.set_seed(None)  # the seeds of an earlier run would shuffle the data in another order on each rank
 
@@ -66,15 +66,15 @@ class ConfiguredSource(FromCheckpoint):
         _check_monitor(config, num_test > 0, given.validation_freq == 1)
         if isinstance(train, data.Stream):
             rows, num_train = train.batch_size, num_train * train.batch_size
-            process.config = _with_unscaled_rate(config)
-        numbers = together(lambda: derive(process.config, size, num_train, num_test, rows))
-        process.stages.done("data")
+            run.config = _with_unscaled_rate(config)
+        numbers = together(lambda: derive(run.config, size, num_train, num_test, rows))
+        run.stages.done("data")
 
         # Each run of a process gives its layers the same names, which checkpoints hold.
         keras.utils.clear_session()
         model, plan = setup.compiled_model(named, data_set, config, numbers, strategy)
         given = dataclasses.replace(given, epochs=config.train.epochs, callbacks=together(named.make_callbacks))
-        job = job_of(process, model, given, data_set, rows, "test_", lambda *_: numbers)
+        job = job_of(run, model, given, data_set, rows, "test_", lambda *_: numbers)
         if isinstance(train, data.Stream):
             batch = f"{rows:,}" if rows > 1 else "unknown"
             plan["global batch"] = f"{batch}: a batch of the {train.kind}, on all ranks: train.batch_size has no effect"

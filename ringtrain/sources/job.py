@@ -15,13 +15,13 @@ from ringtrain.errors import ConfigError
 from ringtrain.hvd.keras_patches import layers_of
 from ringtrain.protocol.cores import num_threads
 from ringtrain.run import consistency, devices, identity, model_state
-from ringtrain.run.context import Job, Process, Validation
+from ringtrain.run.context import Job, Run, Validation
 from ringtrain.sources import script_model
 from ringtrain.sources.unlike import own_code
 
 
 def job_of(
-    process: Process,
+    run: Run,
     model: keras.Model,
     given: data.FitArguments,
     data_set: data.DataSet,
@@ -41,22 +41,22 @@ def job_of(
     if hvd.size() > 1 and not is_shard:
         _refuse_stateful(model)
     validation = _validation_of(given, test, batch_size, prefix)
-    unlike = script_model.build(process, model, train, batch_size)
-    plan = {**train.plan, **script_model.compile_by_xla(process, model, train)}
+    unlike = script_model.build(run, model, train, batch_size)
+    plan = {**train.plan, **script_model.compile_by_xla(run, model, train)}
 
     # A stream brings its own batches, which are the steps. Their number of rows is known only if it is the same in all.
     num_rows, rows_per_step = len(train), batch_size
     if isinstance(train, data.Stream):
         rows_per_step = train.batch_size
         if train.is_shard:
-            rows_per_step *= process.strategy.num_copies
+            rows_per_step *= run.strategy.num_copies
         num_rows *= rows_per_step
         if train.is_shard and hvd.size() > 1:
             unlike.append("each rank has batches of its own")
     numbers = numbers_of(num_rows, rows_per_step)
 
     # What a person reads before training begins.
-    name = process.config.data.name
+    name = run.config.data.name
     if name != train.kind:
         name += f" ({train.kind})"
     plan["data"] = f"{name}: {_size(train)} to train, {_size(test)} to evaluate"
@@ -74,7 +74,7 @@ def job_of(
     if own and hvd.size() > 1:
         plan["own code"] = "; ".join(own)
 
-    checksums, of_name = _checksums(process, model, data_set)
+    checksums, of_name = _checksums(run, model, data_set)
     return Job(
         data_set=data_set,
         numbers=numbers,
@@ -106,13 +106,13 @@ def _plan_of_stream(train: data.Stream) -> dict[str, str]:
     return rows
 
 
-def _checksums(process: Process, model: keras.Model, data_set: data.DataSet) -> tuple[dict[str, str], set[str]]:
+def _checksums(run: Run, model: keras.Model, data_set: data.DataSet) -> tuple[dict[str, str], set[str]]:
     """What all ranks must have in common; names of that part which all runs of one name have in common."""
     # Data. The first batch of a stream to validate need not be the same in every start.
     train, test = data_set.train, data_set.test
     checksums = consistency.of_data(data_set)
-    if process.config.train.virtual_ranks:  # equal bits need the same instructions, and as many threads
-        checksums |= devices.of_kernels(process.pinning)
+    if run.config.train.virtual_ranks:  # equal bits need the same instructions, and as many threads
+        checksums |= devices.of_kernels(run.pinning)
         checksums["number of threads"] = str(num_threads(tf.config.threading.get_intra_op_parallelism_threads()))
     of_name = {*checksums}
     if isinstance(test, data.Stream):

@@ -20,7 +20,7 @@ from ringtrain.monitor import fault_injection
 from ringtrain.optim.optimizers import first_and_largest_rate
 from ringtrain.protocol.for_script import ForScript
 from ringtrain.run import callback_state, consistency, devices, identity, resume
-from ringtrain.run.context import ON_RANK_0, Job, Process, classes_of, on_rank
+from ringtrain.run.context import ON_RANK_0, Job, Run, classes_of, on_rank
 from ringtrain.run.devices import Pinning
 from ringtrain.run.from_checkpoint import FromCheckpoint
 from ringtrain.sources import OPTIONS
@@ -56,31 +56,31 @@ class ScriptSource(FromCheckpoint):
             ) from None
         return pinning
 
-    def read_job(self, process: Process) -> Job:
-        job: Job = process.together(lambda: _job(process, self))
+    def read_job(self, run: Run) -> Job:
+        job: Job = run.together(lambda: _job(run, self))
         return job
 
 
-def _job(process: Process, source: ScriptSource) -> Job:
+def _job(run: Run, source: ScriptSource) -> Job:
     """The script's data, and its model with a distributed optimizer."""
     # `batch_size` counts the rows of all ranks, so that their number does not change what is trained.
     model, arguments = source.model, source.arguments
-    if process.strategy.ranks_change:
+    if run.strategy.ranks_change:
         _refuse_in_elastic_job(arguments)
     batch_size = arguments.batch_size or data.BATCH_SIZE
     if arguments.batch_per_rank:
-        batch_size *= process.strategy.num_copies
+        batch_size *= run.strategy.num_copies
     train, test = data.inputs(arguments, batch_size)
 
     # Numbers and plan follow from what the script has compiled, as those of other runs do from the configuration.
     def numbers_of(num_rows: int, rows_per_step: int) -> Numbers:
         steps = arguments.steps_per_epoch if isinstance(train, data.NumberedRows) else None
-        numbers = adopt(process, model, train.kind, num_rows, len(test), rows_per_step, steps)
+        numbers = adopt(run, model, train.kind, num_rows, len(test), rows_per_step, steps)
         return dataclasses.replace(numbers, initial_epoch=arguments.initial_epoch)
 
     everyone = dataclasses.replace(arguments, callbacks=[*arguments.callbacks, source.history])
-    job = job_of(process, model, everyone, data.DataSet(train, test, 0, ()), batch_size, "val_", numbers_of)
-    job.plan = {**plan_of(process, model, job.numbers), **job.plan}
+    job = job_of(run, model, everyone, data.DataSet(train, test, 0, ()), batch_size, "val_", numbers_of)
+    job.plan = {**plan_of(run, model, job.numbers), **job.plan}
     job.facts["script"] = sys.argv[0]
 
     # Files of callbacks: a command starts the script several times, and no start must find those of another.
@@ -121,7 +121,7 @@ def write_below(folder: Path, callbacks: Sequence[keras.callbacks.Callback]) -> 
 
 
 def adopt(
-    process: Process,
+    run: Run,
     model: keras.Model,
     data_name: str,
     num_train: int,
@@ -136,7 +136,7 @@ def adopt(
     """
     # Elastic ranks share one global batch however many they are: its numbers are those of one rank.
     used = identity.used_optimizers(model)
-    num_ranks = process.strategy.num_copies
+    num_ranks = run.strategy.num_copies
     names, per_rank = ", ".join(type(one).__name__ for one in used), math.ceil(batch_size / num_ranks)
     steps, accumulated = math.ceil(num_train / batch_size), used[0].gradient_accumulation_steps or 1
     steps = min(steps, steps_per_epoch or steps)
@@ -145,7 +145,7 @@ def adopt(
     values = {"data.name": data_name, "optimizer.name": names, "train.batch_size": per_rank}
     if rate > 0:  # 0 is no value of the option, but a callback may set the rate later
         values["optimizer.learning_rate"] = rate
-    process.config = with_values(process.config, values)
+    run.config = with_values(run.config, values)
     return Numbers(
         num_ranks=num_ranks,
         num_train=num_train,
@@ -154,7 +154,7 @@ def adopt(
         accumulation_steps=accumulated,
         global_batch_size=batch_size * accumulated,
         steps_per_epoch=steps,
-        num_steps=steps * process.config.train.epochs,
+        num_steps=steps * run.config.train.epochs,
         learning_rate=rate,
         initial_learning_rate=first_rate,
         warmup_steps=0,
@@ -162,9 +162,9 @@ def adopt(
     )
 
 
-def plan_of(process: Process, model: keras.Model, numbers: Numbers) -> dict[str, str]:
+def plan_of(run: Run, model: keras.Model, numbers: Numbers) -> dict[str, str]:
     """Rows of the plan for what a script has compiled."""
-    config, options = process.config, process.config.optimizer
+    config, options = run.config, run.config.optimizer
     # Each option that a command has chosen is named with it, as the script says otherwise.
     given = {name: value for name, value in changed_options(config).items() if name.startswith(OPTIONS)}
     named = ", ".join(f"{name}={value}" for name, value in given.items()) or "defaults"

@@ -24,7 +24,7 @@ from ringtrain.hvd.keras_patches import (
 )
 from ringtrain.optim.uneven import NO_XLA
 from ringtrain.run import devices
-from ringtrain.run.context import Process
+from ringtrain.run.context import Run
 from ringtrain.sources.unlike import unlike_one_process
 from ringtrain.strategies.ring import OF_OPTIMIZER, Ring
 from ringtrain.strategies.rows import errors_named, explain_shapes
@@ -44,12 +44,12 @@ def seed_by_rank(model: keras.Model, seed: int) -> None:
     hvd.seed_globally_by_rank(seed)
 
 
-def build(process: Process, model: keras.Model, train: data.NumberedRows | data.Stream, batch_size: int) -> list[str]:
+def build(run: Run, model: keras.Model, train: data.NumberedRows | data.Stream, batch_size: int) -> list[str]:
     """Builds model, metrics, loss and optimizers of a compiled model, distributed, with other seeds on each rank.
 
     Returns the parts of the model whose results are not those of one process.
     """
-    config, shares_state = process.config, process.strategy.shares_state
+    config, shares_state = run.config, run.strategy.shares_state
     on_device = devices.device_of_sums(config.device)
     if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, on_device):
         raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
@@ -58,7 +58,7 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
             "ringtrain.fit: virtual ranks and elastic jobs reduce gradients by themselves: leave out"
             " hvd.DistributedOptimizer"
         )
-    if process.strategy.ranks_change and train.may_end_early:
+    if run.strategy.ranks_change and train.may_end_early:
         raise ConfigError(
             "ringtrain.fit: an elastic job needs epochs of a known length: use assert_cardinality, or repeat() and"
             " steps_per_epoch"
@@ -69,9 +69,9 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
             "ringtrain.fit: use_ema of one of several optimizers would average all weights of the model: call"
             " optimizer.build(variables) before, with those that it trains"
         )
-    distribute(process, optimizers, "ringtrain.fit")
+    distribute(run, optimizers, "ringtrain.fit")
     train_step.be_traced_anew(model)
-    process.strategy.create_variables(model, train)
+    run.strategy.create_variables(model, train)
     num_rows = max(2, batch_size // hvd.size())
     if isinstance(train, data.Stream):
         batch = train.dataset.element_spec  # unknown sizes stay unknown, and no batch is read
@@ -87,11 +87,11 @@ def build(process: Process, model: keras.Model, train: data.NumberedRows | data.
             explain_shapes(model, error)
             raise
         model.built = True
-    process.strategy.share_rows(model, batch)
+    run.strategy.share_rows(model, batch)
     if shares_state:
         return unlike_one_process(model, config.train.virtual_ranks > 0)
     seed_by_rank(model, config.seed)
-    if process.strategy.num_copies == 1:
+    if run.strategy.num_copies == 1:
         return []
     return unlike_one_process(model)
 
@@ -138,12 +138,12 @@ def _tensor(leaf: Any) -> Any:
     return tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
-def compile_by_xla(process: Process, model: keras.Model, train: data.NumberedRows | data.Stream) -> dict[str, str]:
+def compile_by_xla(run: Run, model: keras.Model, train: data.NumberedRows | data.Stream) -> dict[str, str]:
     """Compiles the gradients with XLA, if the option or the script asks for it; returns a row of the plan.
 
     Last, as tracing for the comparisons before replaces parts of the step.
     """
-    is_option = process.config.train.jit
+    is_option = run.config.train.jit
     if not is_option and model.jit_compile:
         return {"xla": "whole steps are compiled"}
     is_asked = model._compile_config is not None and model._compile_config.config.get("jit_compile") is True
@@ -151,7 +151,7 @@ def compile_by_xla(process: Process, model: keras.Model, train: data.NumberedRow
         return {}
     # An option that has no effect is an error. What a script says to Keras is a wish.
     try:
-        _compile_gradients(process, model, train)
+        _compile_gradients(run, model, train)
     except RingtrainError as error:
         problem = str(error).removeprefix("jit: ")
         if is_option:
@@ -160,11 +160,11 @@ def compile_by_xla(process: Process, model: keras.Model, train: data.NumberedRow
     return {"xla": "forward and backward pass are compiled; results differ in the last bits"}
 
 
-def _compile_gradients(process: Process, model: keras.Model, train: data.NumberedRows | data.Stream) -> None:
+def _compile_gradients(run: Run, model: keras.Model, train: data.NumberedRows | data.Stream) -> None:
     """Compiles forward and backward pass; raises RingtrainError if they cannot be."""
-    if not isinstance(process.strategy, Ring):
+    if not isinstance(run.strategy, Ring):
         raise RingtrainError("only strategies ring and mpi-ring compile them: leave it out")
-    if process.strategy.shares_state:
+    if run.strategy.shares_state:
         raise RingtrainError("virtual ranks and elastic jobs divide the step otherwise: leave it out")
     if isinstance(train, data.Stream):
         batch = train.dataset.element_spec
@@ -189,16 +189,16 @@ def _counts_unequally(model: keras.Model, x: Any) -> bool:
     return any(outputs)
 
 
-def distribute(process: Process, optimizers: Sequence[Any], door: str) -> None:
+def distribute(run: Run, optimizers: Sequence[Any], door: str) -> None:
     """Makes optimizers distributed; raises ConfigError for options that one that is distributed already does not have.
 
     door: The function that a script has called.
     """
-    changed = changed_options(process.config).items()
+    changed = changed_options(run.config).items()
     options = {name: value for name, value in changed if name.startswith(OF_OPTIMIZER)}
     for optimizer in optimizers:
         if not distributed(optimizer):
-            process.strategy.distribute(optimizer)
+            run.strategy.distribute(optimizer)
             type(innermost(optimizer)).options_of_fit = options
             continue
         earlier = getattr(innermost(optimizer), "options_of_fit", None)

@@ -20,7 +20,7 @@ from ringtrain.run.resume import Clock
 from ringtrain.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import RunContext
+    from ringtrain.run.context import Run
 
 StepsOf = Callable[[int, int], Iterator[Mapping[str, Any]]]
 """Called with an epoch and one of its steps. Each item trains the next batch, or `steps_per_execution` of them; it is
@@ -109,20 +109,24 @@ class Strategy:
 
     # ---- training and after it ---------------------------------------------------------------------------------------
 
-    def clock(self, run: RunContext) -> Clock:
+    def clock(self, run: Run) -> Clock:
         """Makes the callback that counts the steps of a run."""
-        per_call = run.model.steps_per_execution
-        return Clock(run.start, run.numbers.steps_per_epoch, run.status, run.journal, per_call)
+        per_call = run.job.model.steps_per_execution
+        return Clock(run.start, run.job.numbers.steps_per_epoch, run.status, run.journal, per_call)
 
-    def last_callbacks(self, run: RunContext) -> list[keras.callbacks.Callback]:
+    def last_callbacks(self, run: Run) -> list[keras.callbacks.Callback]:
         """Makes the callbacks of a strategy that follow all others; there are none here."""
         return []
 
-    def training(self, run: RunContext) -> contextlib.AbstractContextManager[StepsOf]:
+    def training(self, run: Run) -> contextlib.AbstractContextManager[StepsOf]:
         """Context of the whole training, whose value makes the steps of an epoch from one of them on."""
         raise NotImplementedError
 
-    def summary(self, run: RunContext) -> dict[str, Any]:
+    def fingerprint(self) -> int | None:
+        """Number of the global batches so far, below 2 ** 31, by which ranks compare them; None: they do not."""
+        return None
+
+    def summary(self, run: Run) -> dict[str, Any]:
         """Facts for summary.json. Collective."""
         times = {}
         if run.step_timer:

@@ -1,4 +1,4 @@
-"""State of a run whose ranks join and leave, under ringtrain launch --elastic: they agree again, see `run`.
+"""State of a run whose ranks join and leave, under ringtrain launch --elastic: they agree again, see `through_changes`.
 
 Every step leaves the same state on all current ranks, or none of its own: `optim.step`. When a rank is lost, the
 rank that is furthest gives its state to the others, and the step under way is made again; when hosts have joined or
@@ -27,26 +27,26 @@ from ringtrain.optim.sums import SumsOverRanks
 from ringtrain.protocol import failures
 from ringtrain.run import console, devices, evaluation, from_checkpoint, model_state, resume, run_folder
 from ringtrain.run.callback_state import SharedCallbackState, Snapshot
-from ringtrain.run.context import Job, Opening, Process, on_rank
+from ringtrain.run.context import Job, Opening, Run, on_rank
 from ringtrain.run.from_checkpoint import FromCheckpoint
 from ringtrain.strategies.base import StepsOf
 from ringtrain.strategies.ring import Ring
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import RunContext
+    from ringtrain.run.context import Run
 
 
-def run(process: Process, from_agreement: Callable[[], Any]) -> Any:
+def through_changes(run: Run, from_agreement: Callable[[], Any]) -> Any:
     """Makes this rank's model alone, then trains with the others from an agreement on, again after every change.
 
     Returns what `from_agreement` does.
     """
-    source = process.source = OtherRanks(process)
+    source = run.source = OtherRanks(run)
 
     def from_last_step(state: Any) -> Any:
         return from_agreement()
 
-    with process.signals:
+    with run.signals:
         return hvd.elastic.run(from_last_step)(source.state)
 
 
@@ -60,11 +60,11 @@ class OtherRanks(FromCheckpoint):
         state: What the ranks share: model, folder, position, changes of ranks, and how far this rank is.
     """
 
-    def __init__(self, process: Process) -> None:
-        self.strategy, configured = cast(Elastic, process.strategy), process.source
+    def __init__(self, run: Run) -> None:
+        self.strategy, configured = cast(Elastic, run.strategy), run.source
         self.faults, self.code, self.pin = configured.faults, configured.code, configured.pin
         self.is_quiet = configured.is_quiet
-        self._job = configured.read_job(process)
+        self._job = configured.read_job(run)
         # A rank that becomes rank 0 has its callbacks, but has never called them.
         model, everyone = self._job.model, self._job.all_callbacks
         users = SharedCallbackState(everyone, model)
@@ -86,39 +86,39 @@ class OtherRanks(FromCheckpoint):
             started=0.0,
         )
 
-    def read_job(self, process: Process) -> Job:
+    def read_job(self, run: Run) -> Job:
         """The job of this rank, as the current ranks need it."""
         job = self._job
         if hvd.rank():
-            process.lock.release()  # the current rank 0 takes it
-        hvd.run_together(lambda: num_shards(process.config, hvd.size()))  # raises an error if there are more ranks
+            run.lock.release()  # the current rank 0 takes it
+        hvd.run_together(lambda: num_shards(run.config, hvd.size()))  # raises an error if there are more ranks
         return dataclasses.replace(job)  # with its numbers of the start, which a run changes
 
-    def restore(self, process: Process, job: Job) -> tuple[resume.Start, Mapping[str, Any]]:
+    def restore(self, run: Run) -> tuple[resume.Start, Mapping[str, Any]]:
         """Position of the rank that is furthest; on the first ranks, of the newest checkpoint."""
         start = self.state.start
         if not self.state.folder:
-            return super().restore(process, job)
+            return super().restore(run)
         if start.frozen is not None:
-            model_state.freeze_in_training(job.model, start.frozen)
+            model_state.freeze_in_training(run.job.model, start.frozen)
         endings = hvd.allgather_object(self.strategy.ending, name="ringtrain_endings")
         self.strategy.ending = _common(endings)
         return dataclasses.replace(start, ending=self.strategy.ending), {}
 
-    def open_folder(self, process: Process, job: Job, start: resume.Start) -> Opening:
+    def open_folder(self, run: Run) -> Opening:
         """The run's folder, which the current rank 0 locks; notes the current ranks in the state."""
-        state, rank, step = self.state, hvd.rank(), start.global_step
+        state, rank, step = self.state, run.rank, run.start.global_step
         generation = hvd.broadcast_object(f"{time.time_ns():x}", root_rank=0, name="ringtrain_generation")
-        change = {"from": state.num_ranks, "to": hvd.size()}
+        change = {"from": state.num_ranks, "to": run.size}
         if not state.folder:
-            opening = super().open_folder(process, job, start)
+            opening = super().open_folder(run)
             state.folder, state.started = str(opening.folder), opening.start_s
-            state.start, state.progress = start, (step, True, False)
+            state.start, state.progress = run.start, (step, True, False)
         else:
             folder, records = Path(state.folder), state.records
-            hvd.on_rank_0(lambda: from_checkpoint.take_over(process, folder, job.numbers, records))
+            hvd.on_rank_0(lambda: from_checkpoint.take_over(run, folder, records))
             log = ""
-            if process.journal.path is None:
+            if run.journal.path is None:
                 log = f"rank-{rank}-from-step-{step}.log"
             facts = {"global_step": step}
             opening = Opening(
@@ -127,10 +127,10 @@ class OtherRanks(FromCheckpoint):
             state.resizes = (*state.resizes, {**facts, **change})
             if rank == 0:
                 failures.report_recovery()
-            text = f"continues after step {step} with {hvd.size()} ranks, before with {state.num_ranks}"
-            console.terminal_of(process).print(text)
+            text = f"continues after step {step} with {run.size} ranks, before with {state.num_ranks}"
+            console.terminal_of(run).print(text)
         facts = {**opening.facts, **change, "generation": generation, "after": state.generation}
-        state.num_ranks, state.generation = hvd.size(), generation
+        state.num_ranks, state.generation = run.size, generation
         return dataclasses.replace(opening, facts=facts)
 
 
@@ -223,20 +223,20 @@ class Elastic(Ring):
         if self.config.train.virtual_ranks:
             self.state.model.train_function = None  # it is made for the virtual ranks of this rank
 
-    def clock(self, run: RunContext) -> ElasticClock:
+    def clock(self, run: Run) -> ElasticClock:
         return ElasticClock(run, self.state.generation)
 
-    def last_callbacks(self, run: RunContext) -> list[keras.callbacks.Callback]:
+    def last_callbacks(self, run: Run) -> list[keras.callbacks.Callback]:
         return [Committer(self, run)]
 
     @contextlib.contextmanager
-    def training(self, run: RunContext) -> Iterator[StepsOf]:
+    def training(self, run: Run) -> Iterator[StepsOf]:
         self._clock = cast(ElasticClock, run.clock)
         run.started = self.state.started
         with super().training(run) as steps_of:
             yield steps_of
 
-    def summary(self, run: RunContext) -> dict[str, Any]:
+    def summary(self, run: Run) -> dict[str, Any]:
         return {"num_ranks": run.size, "resizes": list(self.state.resizes), "strategy": self.about}
 
 
@@ -248,8 +248,8 @@ class ElasticClock(resume.Clock):
         is_open: Whether an epoch's last step is made, but not all that belongs to its end.
     """
 
-    def __init__(self, run: RunContext, generation: str) -> None:
-        super().__init__(run.start, run.numbers.steps_per_epoch, run.status, run.journal)
+    def __init__(self, run: Run, generation: str) -> None:
+        super().__init__(run.start, run.job.numbers.steps_per_epoch, run.status, run.journal)
         self.run, self.generation = run, generation
         self.is_open = run.start.is_open
         self._before_end: tuple[Snapshot, resume.Ending] | None = None
@@ -272,9 +272,9 @@ class ElasticClock(resume.Clock):
         self.is_open = True
 
     def keep_state(self) -> None:
-        self._before_end = Snapshot(self.run.model, self.run.users_callbacks), self.run.callbacks.stop.ending
+        self._before_end = Snapshot(self.run.job.model, self.run.job.users_callbacks), self.run.callbacks.stop.ending
         if self.is_open:  # the evaluation of the epoch replaces them
-            self.metrics_state = tuple(evaluation.states_of_metrics(self.run.model))
+            self.metrics_state = tuple(evaluation.states_of_metrics(self.run.job.model))
 
     def close_epoch(self) -> None:
         """Ends the epoch for good: a change of ranks no longer undoes what its end has changed."""
@@ -307,7 +307,7 @@ class ElasticClock(resume.Clock):
 class Committer(keras.callbacks.Callback):
     """Asks every few steps for hosts that have joined or left, and closes epochs; must be the last callback."""
 
-    def __init__(self, strategy: Elastic, run: RunContext) -> None:
+    def __init__(self, strategy: Elastic, run: Run) -> None:
         super().__init__()
         self.state, self.of_rank_0, self.run = strategy.state, strategy.of_rank_0, run
         self.clock = cast(ElasticClock, run.clock)

@@ -31,7 +31,7 @@ from ringtrain.strategies.base import StepsOf, Strategy
 from ringtrain.strategies.parameter_server import cluster
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import RunContext
+    from ringtrain.run.context import Run
 
 
 class SumReduction(threading.local):
@@ -104,20 +104,20 @@ class Mirrored(Strategy):
         create_variables(model, self)
 
     @contextlib.contextmanager
-    def training(self, run: RunContext) -> Iterator[StepsOf]:
+    def training(self, run: Run) -> Iterator[StepsOf]:
         parts = data.Parts.of_rank(run.rank, run.size, self.num_copies)
-        train: Any = run.data_set.train
+        train: Any = run.job.data_set.train
         config = run.config
         batches_of = data.RowBatches(
-            train, run.numbers.samples_per_step, parts, config.seed, num_epochs=config.train.epochs
+            train, run.job.numbers.samples_per_step, parts, config.seed, num_epochs=config.train.epochs
         )
-        optimizers = hvd.optimizers_of(run.model)
+        optimizers = hvd.optimizers_of(run.job.model)
         local = self.strategy.experimental_local_results
 
         def on_copy(share: Any, batch: Any) -> Any:
             for optimizer in optimizers:
                 hvd.weigh_gradients(optimizer, share)
-            return run.model.train_step(batch)
+            return run.job.model.train_step(batch)
 
         @tf.function(autograph=False)
         def step(batches: Iterator[Any]) -> Any:
@@ -134,7 +134,7 @@ class Mirrored(Strategy):
             logs = self.strategy.run(on_copy, args=parts_of_batch)
             return {name: local(value)[-1] for name, value in logs.items()}  # those of the last copy cover all copies
 
-        with rows.errors_named(run.named_in_errors):
+        with rows.errors_named(run.job.named_in_errors):
             yield lambda epoch, first_step: map(step, itertools.repeat(batches_of(epoch, first_step)))
 
 

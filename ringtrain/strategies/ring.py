@@ -20,7 +20,7 @@ from ringtrain.strategies import rows
 from ringtrain.strategies.base import StepsOf, Strategy
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import RunContext
+    from ringtrain.run.context import Run
 
 
 OF_OPTIMIZER = (
@@ -41,6 +41,8 @@ class Ring(Strategy):
     """
 
     step: Step | None = None
+    _steps: rows.Rows | None = None
+    """of the run under way"""
 
     def distribute(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         options = self.config.hvd
@@ -66,10 +68,15 @@ class Ring(Strategy):
             gradients += " in a fixed order"
         return super().proof(summary, gradients)
 
-    def summary(self, run: RunContext) -> dict[str, Any]:
+    def fingerprint(self) -> int | None:
+        if self._steps is None:
+            return None
+        return self._steps.fingerprint()
+
+    def summary(self, run: Run) -> dict[str, Any]:
         facts, compression = super().summary(run), self.config.hvd.compression
         if compression != "none":
-            shapes = [variable.shape for variable in run.model.trainable_variables]
+            shapes = [variable.shape for variable in run.job.model.trainable_variables]
             facts["reduced_bytes"] = reduced_bytes(shapes, compression)
         return facts
 
@@ -89,14 +96,14 @@ class Ring(Strategy):
             self.step = Step(model, sums)
 
     @contextlib.contextmanager
-    def training(self, run: RunContext) -> Iterator[StepsOf]:
+    def training(self, run: Run) -> Iterator[StepsOf]:
         with contextlib.ExitStack() as stack:
             num_virtual = self.config.train.virtual_ranks
             if num_virtual:
-                virtual_ranks.check_order(run.model, num_virtual)
+                virtual_ranks.check_order(run.job.model, num_virtual)
                 stack.enter_context(virtual_ranks.sums_as_written())
-            stack.enter_context(rows.errors_named(run.named_in_errors))
-            steps = stack.enter_context(rows.Rows(run, self.step))
+            stack.enter_context(rows.errors_named(run.job.named_in_errors))
+            self._steps = steps = stack.enter_context(rows.Rows(run, self.step))
             # An earlier one has other gradients and losses; it is the same after a change of ranks.
-            run.model.make_train_function(force=not self.ranks_change)
+            run.job.model.make_train_function(force=not self.ranks_change)
             yield steps

@@ -23,7 +23,7 @@ from ringtrain.optim.step import Step
 from ringtrain.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import RunContext
+    from ringtrain.run.context import Run
 
 
 OTHER_SHAPES = re.compile(r"(Dimensions must be equal|Incompatible shapes|Cannot reshape a tensor|Input to reshape).*")
@@ -103,20 +103,19 @@ def check_parts(config: Config, num_rows: int, num_parts: int, noun: str) -> Non
 class Rows:
     """Context in which a run trains; called with an epoch and one of its steps, it makes the steps from there on."""
 
-    def __init__(self, run: RunContext, step: Step | None = None) -> None:
-        self.run, self.train = run, run.data_set.train
-        run.fingerprint = self._fingerprint
+    def __init__(self, run: Run, step: Step | None = None) -> None:
+        self.run, self.train = run, run.job.data_set.train
         parts = data.Parts.of_rank(run.rank, run.size, run.config.train.virtual_ranks)
         has_header = run.strategy.shares_state  # one graph for ranks that change, and the same bits with them
         self._batches_of: Any
         if isinstance(self.train, data.Stream):
             self._batches_of = data.StreamRows(
-                self.train, parts, run.model.steps_per_execution, has_header, run.strategy.ranks_change
+                self.train, parts, run.job.model.steps_per_execution, has_header, run.strategy.ranks_change
             )
         else:
-            numbers = run.numbers
+            numbers = run.job.numbers
             # A call of several steps must not go on with the next epoch.
-            num_epochs = run.config.train.epochs if run.model.steps_per_execution == 1 else 0
+            num_epochs = run.config.train.epochs if run.job.model.steps_per_execution == 1 else 0
             self._batches_of = data.RowBatches(
                 self.train,
                 numbers.samples_per_step,
@@ -127,10 +126,10 @@ class Rows:
                 num_epochs,
             )
         # Batches that all epochs share begin with the first epoch that is trained, as in Keras.
-        whole = not isinstance(self.train, data.Stream) and self._batches_of.steps == run.numbers.steps_per_epoch
+        whole = not isinstance(self.train, data.Stream) and self._batches_of.steps == run.job.numbers.steps_per_epoch
         self._first_epoch = 0 if whole else run.start.initial_epoch
         # The step that the strategy has prepared, for a state that all ranks share, or one for this rank's own.
-        self._step = step or Step(run.model)
+        self._step = step or Step(run.job.model)
         self._step.divide(has_header=not self._batches_of.is_even, has_empty_parts=self._batches_of.has_empty_parts)
 
     def __enter__(self) -> Rows:
@@ -158,14 +157,15 @@ class Rows:
 
     def _note_unlike(self) -> None:
         """Says and notes once what the first step has shown."""
-        text, noted = self._step.unlike, self.run.facts.get("unlike_one_process", [])
+        text, noted = self._step.unlike, self.run.job.facts.get("unlike_one_process", [])
         if not text or text in noted:
             return
-        self.run.facts["unlike_one_process"] = [*noted, text]
+        self.run.job.facts["unlike_one_process"] = [*noted, text]
         if self.run.rank == 0:
             print(f"ringtrain: unlike 1 rank: {text}", file=sys.stderr, flush=True)
 
-    def _fingerprint(self) -> int | None:
+    def fingerprint(self) -> int | None:
+        """Number of the global batches that this rank has trained, below 2 ** 31; None: ranks do not compare them."""
         if self.run.size == 1 or not isinstance(self.train, data.Stream):
             return None
         return int(self._step.fingerprint)
@@ -174,7 +174,7 @@ class Rows:
         """Logs of a call of Keras' train function; None: this epoch has fewer batches than the first."""
         run, clock = self.run, self.run.clock
         try:
-            logs: Mapping[str, Any] = run.model.train_function(batches)
+            logs: Mapping[str, Any] = run.job.model.train_function(batches)
         except (StopIteration, tf.errors.OutOfRangeError) as error:
             if self.train.may_end_early and not clock.epoch_complete:
                 num_batches = clock.global_step % clock.steps_per_epoch
@@ -186,12 +186,12 @@ class Rows:
                 where = f" on rank {run.rank}"
             raise DataError(
                 f"ringtrain.fit: the data ended{where} after {clock.global_step} batches of {run.config.train.epochs}"
-                f" epochs with {run.numbers.steps_per_epoch} each: pass as many, or fewer steps_per_epoch or epochs"
+                f" epochs with {run.job.numbers.steps_per_epoch} each: pass as many, or fewer steps_per_epoch or epochs"
             ) from error
         except (ValueError, tf.errors.InvalidArgumentError) as error:
-            explain_shapes(run.model, error)
+            explain_shapes(run.job.model, error)
             raise
-        if self.train.may_end_early and clock.steps_left <= run.model.steps_per_execution:
+        if self.train.may_end_early and clock.steps_left <= run.job.model.steps_per_execution:
             self._check_end(batches)
         return logs
 

@@ -146,22 +146,22 @@ class FromCheckpoint:
     def __init__(self, horovod: Horovod) -> None:
         self.horovod = horovod
 
-    def restore(self, process: Any, job: Any) -> tuple[resume.Start, Mapping[str, Any]]:
+    def restore(self, run: Any) -> tuple[resume.Start, Mapping[str, Any]]:
         horovod, storage = self.horovod, self.horovod.member.cluster.storage
-        horovod.on_rank_0(lambda: process.lock.take(PurePath("run"), same_job=True))
+        horovod.on_rank_0(lambda: run.lock.take(PurePath("run"), same_job=True))
         saved = storage.checkpoints[-1] if storage.checkpoints else None
         saved, summary = horovod.broadcast_object((saved, storage.summary), name="ringtrain_start")
         if saved is None:
             return resume.Start(), {}
-        for variable, value in zip(job.model.variables, saved["values"], strict=True):
+        for variable, value in zip(run.job.model.variables, saved["values"], strict=True):
             variable.assign(value)
         return resume.Start(saved["global_step"], "run/checkpoints"), summary
 
-    def take_over(self, process: Any, folder: PurePath, numbers: Any, records: str) -> None:
-        process.lock.take(folder, same_job=True)
+    def take_over(self, run: Any, folder: PurePath, records: str) -> None:
+        run.lock.take(folder, same_job=True)
 
-    def open_folder(self, process: Any, job: Any, start: Any) -> Opening:
-        facts = {"global_step": start.global_step}
+    def open_folder(self, run: Any) -> Opening:
+        facts = {"global_step": run.start.global_step}
         return Opening(folder=Path("run"), log=f"rank-{self.horovod.rank()}.log", event="start", facts=facts)
 
 

@@ -29,7 +29,7 @@ from ringtrain.errors import RunDirectoryError, exit_code_of
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.failures import failure_of
 from ringtrain.run import loop, stopping
-from ringtrain.run.context import Job, Process, RunContext
+from ringtrain.run.context import Job, Run
 from ringtrain.strategies import elastic
 
 Rows = tuple[int, int, int]
@@ -224,7 +224,7 @@ class Source:
     def read_job(self, process: Any) -> Job:
         numbers = self.member.cluster.numbers_of_run
         data_set: Any = SimpleNamespace(train=SimpleNamespace())
-        return Job(data_set=data_set, numbers=numbers, checksums={}, model=Model())
+        return Job(data_set=data_set, numbers=numbers, checksums={}, of_name=(), model=Model())
 
 
 class Evaluation(keras.callbacks.Callback):
@@ -254,14 +254,14 @@ class Saver(keras.callbacks.Callback):
 
     def __init__(self, member: Member, run: Any) -> None:
         super().__init__()
-        self.member, self.run, self.model_state = member, run, run.model
+        self.member, self.run, self.model_state = member, run, run.job.model
         self.metrics: dict[str, float] = {}
         self.is_closed = run.start.ending.is_closed
         self.saved_step = -1
         self.written_s = 0.0
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        is_last = self.run.model.stop_training or epoch + 1 == self.run.config.train.epochs
+        is_last = self.run.job.model.stop_training or epoch + 1 == self.run.config.train.epochs
         if self.run.clock.epoch_complete or is_last:
             self.save()
         if is_last:
@@ -278,8 +278,8 @@ class Saver(keras.callbacks.Callback):
             self._write(step)
 
     def _write(self, step: int) -> None:
-        numbers = dataclasses.asdict(self.run.numbers)
-        values = [variable.value for variable in self.run.model.variables]
+        numbers = dataclasses.asdict(self.run.job.numbers)
+        values = [variable.value for variable in self.run.job.model.variables]
         saved = {"global_step": step, "numbers": numbers, "values": values}
         world, storage = self.member.world, self.member.cluster.storage
         self.written_s = world.now_s + world.random.choice([0.05, 0.5])
@@ -314,7 +314,7 @@ def train(member: Member) -> int:
     config = member.cluster.config
     strategy = Strategy(config, member)
     signals: Any = Signals(member)
-    process: Any = Process(
+    run: Any = Run(
         config=config,
         source=Source(member),  # type: ignore[arg-type]
         attempt=Attempt(),
@@ -325,14 +325,13 @@ def train(member: Member) -> int:
         signals=signals,
         journal=Journal(member),  # type: ignore[arg-type]
         stages=SimpleNamespace(done=lambda _: None, moments=dict.fromkeys(MOMENTS, 0.0)),  # type: ignore[arg-type]
-        together=lambda action: action(),
+        is_first=True,
         lock=Lock(member),  # type: ignore[arg-type]
     )
-    member.trainer = process
+    member.trainer = run
 
     def from_agreement() -> int:
-        run = main_path.agree(process)
-        if not isinstance(run, RunContext):
+        if main_path.agree(run):
             return 0
         member.cluster.on_agreed(member, run)
         run.callbacks = callbacks_of(member, run)
@@ -340,7 +339,7 @@ def train(member: Member) -> int:
         loop.train(run)
         return finish(member, run)
 
-    return int(elastic.run(process, from_agreement))
+    return int(elastic.through_changes(run, from_agreement))
 
 
 def finish(member: Member, run: Any) -> int:
@@ -349,7 +348,7 @@ def finish(member: Member, run: Any) -> int:
     member.exchange("ringtrain_results", None)
     facts = run.strategy.summary(run)
     if run.rank == 0:
-        values = [variable.value for variable in run.model.variables]
+        values = [variable.value for variable in run.job.model.variables]
         member.cluster.storage.summary = {**facts, "values": values, "stopped_by": stop.stopped_by}
     run.journal.write("end", **run.clock.where, stopped_by=stop.stopped_by, exit_code=stop.exit_code)
     run.lock.release()

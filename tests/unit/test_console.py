@@ -115,8 +115,9 @@ def test_times_have_their_unit():
 
 def shown_plan(config: Config, capsys: pytest.CaptureFixture[str]) -> str:
     numbers = derive(config, num_ranks=2, num_train=1437, num_test=360)
-    process = SimpleNamespace(config=config, strategy=Ring(config), pinning=Pinning(num_threads=1))
-    show_plan(Terminal(False), process, numbers, ["here", "here"])
+    run = SimpleNamespace(config=config, strategy=Ring(config), pinning=Pinning(num_threads=1), hosts=["here", "here"])
+    run.terminal, run.job = Terminal(False), SimpleNamespace(numbers=numbers, plan={})
+    show_plan(run)
     return capsys.readouterr().out
 
 

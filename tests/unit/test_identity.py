@@ -82,8 +82,8 @@ def test_a_run_is_complete_with_all_that_it_is_to_export(tmp_path, monkeypatch, 
 
     def is_complete(**options) -> bool:
         source = SimpleNamespace(is_quiet=False)
-        process = SimpleNamespace(config=Config(checkpoint=CheckpointConfig(**options)), lock=lock, source=source)
-        return bool(from_checkpoint.complete_summary(process, start, is_trained=True))
+        run = SimpleNamespace(config=Config(checkpoint=CheckpointConfig(**options)), lock=lock, source=source)
+        return bool(from_checkpoint.complete_summary(run, start, is_trained=True))
 
     assert not is_complete()
     (tmp_path / "model.keras").write_bytes(b"")

@@ -192,27 +192,28 @@ def test_another_rank_of_the_job_takes_over(tmp_path, monkeypatch, capfd):
     first, there = saved(tmp_path / "1" / "r", 10, 20), tmp_path / "there"
     copy = Mirror(str(there), "r")
     copy.finish(first)
-    process = SimpleNamespace(config=Config(run=RunConfig(name="r", mirror=str(there))), lock=RunLock())
+    job = SimpleNamespace(numbers=Config().train)
+    run = SimpleNamespace(config=Config(run=RunConfig(name="r", mirror=str(there))), lock=RunLock(), job=job)
     folder = tmp_path / "2" / "r"
     (folder / "logs").mkdir(parents=True)
     (folder / "logs" / "rank-1.log").write_text("own")
-    from_checkpoint.take_over(process, folder, Config().train, "")
+    from_checkpoint.take_over(run, folder, "")
     assert steps_in(folder) == names(10, 20) and (folder / "metrics.jsonl").read_text() == "20\n"
     assert (folder / "logs" / "rank-1.log").read_text() == "own"
     saved(first, 25)
     with pytest.raises(RunDirectoryError, match="taken over by process"):
         copy.finish(first)
     copy.close()
-    process.lock.mirror.finish(saved(folder, 30))
-    process.lock.release()
+    run.lock.mirror.finish(saved(folder, 30))
+    run.lock.release()
     assert steps_in(there / "r") == names(10, 20, 30) and not (there / "r" / WRITER).exists()
 
     shutil.rmtree(there)
     there.write_text("no folder")
-    from_checkpoint.take_over(process, folder, Config().train, "")
-    assert process.lock.mirror is None
+    from_checkpoint.take_over(run, folder, "")
+    assert run.lock.mirror is None
     assert "nothing more is copied there" in capfd.readouterr().err
-    process.lock.release()
+    run.lock.release()
 
 
 def test_one_job_writes_at_a_time(tmp_path, monkeypatch, capfd):

@@ -18,7 +18,7 @@ from ringtrain.strategies.parameter_server.cluster import LOOK_S
 from ringtrain.strategies.parameter_server.coordinator import AHEAD, ParameterServers
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import RunContext
+    from ringtrain.run.context import Run
 
 
 class Asynchronous(ParameterServers):
@@ -44,9 +44,9 @@ class Asynchronous(ParameterServers):
         return np.ones((1, 1))
 
     @contextlib.contextmanager
-    def training(self, run: RunContext) -> Iterator[StepsOf]:
+    def training(self, run: Run) -> Iterator[StepsOf]:
         # Updates that were in flight when an earlier training was interrupted do not count as steps.
-        run.model.optimizer.iterations.assign(run.clock.global_step)
+        run.job.model.optimizer.iterations.assign(run.clock.global_step)
         with super().training(run) as steps_of:
             yield steps_of
 

@@ -34,7 +34,7 @@ from ringtrain.strategies.parameter_server import server
 from ringtrain.strategies.parameter_server.cluster import RankGroup
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import RunContext
+    from ringtrain.run.context import Run
 
 AHEAD = 2
 """steps per worker that are scheduled in advance"""
@@ -205,9 +205,9 @@ class ParameterServers(Strategy):
         return loss, (y, outputs), tape.gradient(loss, [variable.value for variable in model.trainable_variables])
 
     @contextlib.contextmanager
-    def training(self, run: RunContext) -> Iterator[StepsOf]:
+    def training(self, run: Run) -> Iterator[StepsOf]:
         self.folder, self.global_step = run.folder, run.clock.global_step
-        train: Any = run.data_set.train
+        train: Any = run.job.data_set.train
         self.batches = server.row_batches(run.config, train, 0, self.num_workers)
         self.fault_injectors = self._of_servers(run)
         # No pool of threads, which would wait for steps of lost workers.
@@ -215,7 +215,7 @@ class ParameterServers(Strategy):
         for thread in threads:
             thread.start()
         try:
-            yield lambda epoch, first_step: self.steps(run.numbers.steps_per_epoch - first_step)
+            yield lambda epoch, first_step: self.steps(run.job.numbers.steps_per_epoch - first_step)
         finally:
             self.release()
         for thread in threads:
@@ -223,9 +223,9 @@ class ParameterServers(Strategy):
         self.group.receive_all()
         self.about |= self.statistics()
 
-    def _of_servers(self, run: RunContext) -> list[fault_injection.FaultInjector]:
+    def _of_servers(self, run: Run) -> list[fault_injection.FaultInjector]:
         """Fault injectors of the servers, which run no steps themselves."""
-        faults, length, group, injectors = run.source.faults, run.numbers.lengths, self.group, []
+        faults, length, group, injectors = run.source.faults, run.job.numbers.lengths, self.group, []
         for rank in {fault.rank for fault in faults} & {*group.roles.servers[1:]}:
             events = journal.Journal(run.folder, rank, group.size, run.attempt.number)
             kill = functools.partial(group.send, rank, "signal")
