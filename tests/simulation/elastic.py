@@ -208,7 +208,7 @@ class Run(launched.Run):
     def on_agreed(self, member: Member, run: Any) -> None:
         """Ranks begin together in one state, that of the one that was furthest, at most a step back."""
         assert member.group
-        state, others = [variable.value for variable in run.model.variables], member.group.members
+        state, others = [variable.value for variable in run.job.model.variables], member.group.members
         step, job_id = run.start.global_step, member.job.id
         self.begun_s = min(self.begun_s, self.world.now_s)
         source = f" of {run.start.source}" if run.start.source else ""

@@ -49,8 +49,8 @@ State, Launcher = hvd.elastic.SharedKerasState, of_launcher.ElasticSupervisor
 FURTHEST = "root = progress.index(max(progress))"
 BEHIND = "variable.assign(value)"
 CLOSED = "self.is_open, self._before_end, self.metrics_state = False, None, ()"
-HOSTS = '    hosts = [*hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts"), *strategy.other_hosts]'
-LOG = '        from_checkpoint.open_log(process, opening.folder / "logs" / opening.log)'
+HOSTS = '    run.hosts = [*hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts"), *strategy.other_hosts]'
+LOG = '        from_checkpoint.open_log(run, opening.folder / "logs" / opening.log)'
 DEFECTS = {
     "rank 0 gives its state, not the one that is furthest": text(State, "sync", (FURTHEST, "root = 0")),
     "a failed sync leaves half of a state": text(State, "sync", (BEHIND, "pass")),

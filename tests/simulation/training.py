@@ -110,7 +110,7 @@ class Strategy(elastic.Elastic):
 @contextlib.contextmanager
 def steps(strategy: Any, run: Any) -> Iterator[Any]:
     """In place of `Ring.training`."""
-    step = strategy.step = strategy.step or Step(run.model)
+    step = strategy.step = strategy.step or Step(run.job.model)
 
     def steps_of(epoch: int, first: int) -> Iterator[Mapping[str, Any]]:
         while True:
@@ -121,7 +121,7 @@ def steps(strategy: Any, run: Any) -> Iterator[Any]:
 
 
 def train_step(member: Member, run: Any, step: Step, epoch: int) -> None:
-    model, job, numbers = run.model, member.cluster, run.numbers
+    model, job, numbers = run.job.model, member.cluster, run.job.numbers
     position = run.clock.global_step % numbers.steps_per_epoch * numbers.samples_per_step
     rows_of_step = min(numbers.samples_per_step, numbers.num_train - position)
     begin, end = (position + row for row in part_of(rows_of_step, member.number, member.size))
