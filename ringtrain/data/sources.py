@@ -219,9 +219,10 @@ def image_folder(config: DataConfig) -> DataSet:
     held_out = next((root / name for name in TEST_FOLDERS if (root / name).exists()), None)
     if not held_out:
         raise DataError(f"{root}: contains neither {' nor '.join(TEST_FOLDERS)}, expected a directory of test images")
-    train = Records(root / "train", "image", "class")
-    names = train.class_names or []
-    return _images(config, train, Records(held_out, "image", "class", class_names=names), len(names))
+    folders = [path for path in (root / "train").iterdir() if path.is_dir() and not path.name.startswith(".")]
+    names = sorted(path.name for path in folders)
+    train, test = (Records(part, "image", "class", class_names=names) for part in (root / "train", held_out))
+    return _images(config, train, test, len(names))
 
 
 def imagenet_tfrecords(config: DataConfig) -> DataSet:

@@ -243,8 +243,9 @@ def emptied(path: Path) -> None:
 
 
 MISSING: dict[str, tuple[str, str, Callable[[Path], Any], str]] = {
-    "no folder": ("image-folder", "train", shutil.rmtree, "ringtrain.Records: no file {path}"),
+    "no folder": ("image-folder", "train", shutil.rmtree, "{path}: cannot be read: No such file or directory"),
     "no images": ("image-folder", "train", emptied, "ringtrain.Records: no file {path}"),
+    "no class": ("image-folder", "train/0.png", Path.touch, "{path}: is in none of the folders"),
     "no test": ("image-folder", "val", shutil.rmtree, "{root}: contains neither val nor test"),
     "other classes": ("image-folder", "train/flower", shutil.rmtree, "{root}/val/flower/0000.jpg: is in none of the"),
     "no records": ("imagenet-tfrecords", "", emptied, "{root}: contains 0 files train-"),
