@@ -12,8 +12,7 @@ from ringtrain.errors import PlacementError
 from ringtrain.hvd.backend import horovod
 from ringtrain.hvd.process import elastic
 from ringtrain.protocol.env import ALONE, COLLECTIVES
-from ringtrain.protocol.launcher_args import expectation
-from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference, table
+from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference, expectation, table
 
 CPU = "CPU:0"
 """device of small collectives: NCCL rejects ranks without a GPU, and two ranks on one GPU"""

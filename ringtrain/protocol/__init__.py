@@ -10,7 +10,6 @@ reader:        the launcher's parser of these reports
 status:        status line of a rank (step and phase) in shared memory, for its host agent and other ranks
 attempt:       number of this attempt, and exit causes of earlier ones
 as_main:       runs a script in this process as `python` would
-launcher_args: placement that a bare horovodrun or mpirun was given, read from its command line
 mpi_world:     MPI without Horovod: initialized once, finalized if the process succeeds
 transport:     heartbeats as JSON lines over TCP, behind a token
 json_text:     JSON from files and other processes, or ValueError

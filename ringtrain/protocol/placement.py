@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from ringtrain.protocol.env import PLAN
+from ringtrain.protocol import launchers
+from ringtrain.protocol.env import PLAN, has_left_rank
 from ringtrain.protocol.json_text import INVALID, parse_json
 
 MAX_PLAN_LETTERS = 100_000  # the kernel's limit per variable is 131,072
@@ -74,6 +76,18 @@ class PlannedPlacement:
             return cls(int(fields["size"]), hosts, str(fields.get("source", cls.source)))
         except INVALID as error:
             raise ValueError(f"{PLAN}={text[:200]!r}: expected what ringtrain launch writes: unset it") from error
+
+
+def expectation(environ: Mapping[str, str]) -> PlannedPlacement | None:
+    """Planned placement from `ringtrain launch`, else the number of ranks from the launcher; None without one."""
+    if has_left_rank(environ):
+        return None
+    if PLAN in environ:
+        return PlannedPlacement.from_json(environ[PLAN])
+    for name in launchers.names("size"):
+        if re.fullmatch("[1-9][0-9]{0,8}", environ.get(name, "")):
+            return PlannedPlacement(int(environ[name]), source="the launcher")
+    return None
 
 
 def difference(expected: PlannedPlacement, ranks: Iterable[RankPlacement]) -> str:

@@ -288,7 +288,7 @@ def test_one_line_and_nothing_started(
     fault(two_hosts, tmp_path)
     trace = tmp_path / "started"
     program = f"open({str(trace)!r}, 'w')"
-    words = [*LAUNCH, "--start-timeout", "3", "--", "python", "-m", "ringtrain.protocol.launcher_args", program]
+    words = [*LAUNCH, "--start-timeout", "3", "--", "python", "-m", "ringtrain.protocol.placement", program]
     code, stderr = run(two_hosts, *words)
     assert code == 2, stderr
     assert re.fullmatch(f"ringtrain: {said}\n", stderr)
@@ -299,7 +299,7 @@ def test_one_line_and_nothing_started(
 @pytest.mark.quick
 def test_hosts_without_a_fault_start_it(two_hosts: lab.Lab) -> None:
     """The control of the tests above."""
-    assert run(two_hosts, *LAUNCH, "--", "python", "-m", "ringtrain.protocol.launcher_args") == (0, "")
+    assert run(two_hosts, *LAUNCH, "--", "python", "-m", "ringtrain.protocol.placement") == (0, "")
     nothing_is_left(two_hosts)
 
 

@@ -37,8 +37,7 @@ from ringtrain.monitor import journal
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT, MARK, PLAN
 from ringtrain.protocol.failures import Failure
-from ringtrain.protocol.launcher_args import expectation, launcher_among_ancestors, placement_on_command_line, slots_of
-from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference
+from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference, expectation
 from ringtrain.protocol.reader import Reader
 from ringtrain.run import checkpoint, tracking
 
@@ -201,10 +200,6 @@ def test_a_reader_of_json_refuses_in_its_own_way(name: str, data: st.DataObject)
 
 # ---- readers of launchers' words ----------------------------------------------------------------------------------
 
-LINES = [
-    "mpirun -np 8 -H host1:4,host2:4 --mca btl tcp -map-by slot -x PATH python train.py",
-    "horovodrun -np 2 --hostfile hosts python train.py",
-]
 SAID = [
     "mpirun noticed that process rank 3 with PID 12 on node a exited on signal 9 (Killed).",
     "  Process name: [[1,1],2]\n  Exit code:    3\n",
@@ -253,21 +248,14 @@ PBS = {"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "a 4 b 4"}
 
 @settings(max_examples=4 * EXAMPLES, deadline=None)
 @given(data=st.data())
-def test_a_launchers_command_line_is_understood_or_left_alone(data: st.DataObject) -> None:
-    line, hostfile = data.draw(st.sampled_from(LINES).flatmap(damaged)), data.draw(damaged("a slots=4\nb:4\n"))
-    told = placement_on_command_line(line.split(" "), lambda path: hostfile.splitlines(), "a")
-    assert told is None or difference(told, [RankPlacement(0, 2, "a")]) is not None
-    assert slots_of(data.draw(damaged("host slots=4 max_slots=8")))[1] >= 0
-    with tempfile.TemporaryDirectory() as proc:
-        for name, text in (("cmdline", line.replace(" ", "\0")), ("stat", data.draw(damaged("9 (mpirun) S 0 1")))):
-            written(Path(proc), f"9/{name}", text)
-        assert isinstance(launcher_among_ancestors(9, Path(proc)), list)
-        environ = {"PMI_SIZE": data.draw(damaged("2")), "SLURM_STEP_NUM_TASKS": data.draw(damaged("2"))}
-        environ |= {PLAN: data.draw(damaged('{"size": 2}'))} if data.draw(st.booleans()) else {}
-        try:
-            expectation(environ, 9, Path(proc))
-        except ValueError as error:
-            assert PLAN in str(error) and PLAN in environ
+def test_a_plan_is_understood_or_refused(data: st.DataObject) -> None:
+    environ = {"PMI_SIZE": data.draw(damaged("2")), "SLURM_STEP_NUM_TASKS": data.draw(damaged("2"))}
+    environ |= {PLAN: data.draw(damaged('{"size": 2}'))} if data.draw(st.booleans()) else {}
+    try:
+        planned = expectation(environ)
+        assert planned is None or difference(planned, [RankPlacement(0, 2, "a")]) is not None
+    except ValueError as error:
+        assert PLAN in str(error) and PLAN in environ
 
 
 @settings(max_examples=4 * EXAMPLES, deadline=None)

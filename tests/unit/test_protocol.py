@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.protocol import failures, status
-from ringtrain.protocol.env import JOB, STARTER, is_activated, path_with_own
+from ringtrain.protocol import env, failures, status
+from ringtrain.protocol.env import JOB, PLAN, STARTER, is_activated, path_with_own
 from ringtrain.protocol.failures import Failure, report_recovery
-from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference
+from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference, expectation
 from ringtrain.protocol.reader import Reader
 
 TWO_HOSTS = PlannedPlacement(8, (("host1", 4), ("host2", 4)))
@@ -313,3 +313,30 @@ def test_an_uncaught_exception_is_reported_by_the_rank_and_by_no_process_that_it
     monkeypatch.setattr(failures.os, "getpid", lambda: of_child)
     sys.excepthook(ValueError, error, None)
     assert capfd.readouterr().err == ""
+
+
+def test_the_plan_wins_over_the_launchers_own_number_of_ranks() -> None:
+    plan = PlannedPlacement(2, (("a", 2),))
+    environ = {"OMPI_COMM_WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "4"}
+    assert expectation({**environ, PLAN: plan.to_json()}) == plan
+    assert expectation(environ) == PlannedPlacement(8, source="the launcher")
+    assert expectation({"SLURM_STEP_NUM_TASKS": "4"}) == PlannedPlacement(4, source="the launcher")
+    assert expectation({}) is None
+
+
+def test_a_process_that_a_rank_has_started_is_no_rank() -> None:
+    of_launchers = ("OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE", "PMI_FD", "MPI_LOCALRANKID", "HOROVOD_GLOO_IFACE")
+    of_job = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "RINGTRAIN_JOB", PLAN)
+    kept = {"OPAL_PREFIX": "/venv", "SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "1", "RINGTRAIN_STALL_TIMEOUT": "60"}
+    rank = {**dict.fromkeys((*of_launchers, *of_job), "2"), **kept}
+    env.mark_rank(rank)
+    assert not env.has_left_rank(rank)
+    env.leave_rank(rank)
+    assert {*of_launchers} <= {*rank}, "the rank itself keeps all"
+    child = {**rank, env.RANK_PROCESS: "1"}  # as with another process ID
+    assert expectation(child) is None
+    env.leave_rank(child)
+    assert child == {**kept, env.RANK_PROCESS: "1"}
+    alone = {"HOME": "/"}
+    env.mark_rank(alone)
+    assert alone == {"HOME": "/"}, "not a rank: a notebook, which may start ranks"

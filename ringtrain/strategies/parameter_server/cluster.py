@@ -22,9 +22,8 @@ from ringtrain.config import Config
 from ringtrain.errors import ConfigError, LaunchError, PlacementError
 from ringtrain.monitor import fault_injection
 from ringtrain.protocol import mpi_world, transport
-from ringtrain.protocol.launcher_args import expectation
 from ringtrain.protocol.launchers import launched_rank
-from ringtrain.protocol.placement import RankPlacement, difference
+from ringtrain.protocol.placement import RankPlacement, difference, expectation
 from ringtrain.run import consistency
 
 CONNECT_S = 3.0
