@@ -39,6 +39,7 @@ def facts_of(number: int) -> Facts:
     """A host with nothing wrong: the first has number 1."""
     versions = {"tensorflow": "2.21.0", "keras": "3.15.1", "horovod": "0.28.1"}
     return {
+        "clock": 1.0,
         "host_name": f"host{number}",
         "python": {"version": "3.11.7", "executable": PYTHON},
         "installer": [PYTHON, "-m", "pip", "install"],
@@ -87,8 +88,7 @@ def scene_with(change: Callable[[Facts], None] = lambda _: None, num_hosts: int 
     probes = []
     for number in range(1, num_hosts + 1):
         facts = copy.deepcopy(facts_of(number))
-        connect_s = None if number == 1 else 0.04
-        probes.append(Probe(Host(f"host{number}", 4), facts, "", connect_s, (0.0, 0.001)))
+        probes.append(Probe(Host(f"host{number}", 4), facts, "", number > 1, (0.0, 0.001)))
     change(probes[min(1, num_hosts - 1)].facts)
     if of_probe:
         probes[1] = Probe(**{**probes[1].__dict__, **of_probe})
@@ -518,7 +518,6 @@ def test_json_holds_every_cell() -> None:
     assert [host["name"] for host in value["hosts"]] == ["host1", "host2", "host3"]
     assert value["hosts"][1]["checks"]["MPI"] == {"value": "none", "level": "error"}
     assert set(value["hosts"][0]["checks"]) == {"ssh", *preflight.CHECKS}
-    assert "files" not in value["hosts"][0]["facts"]["code"]
 
 
 # ---- this machine ------------------------------------------------------------------------------------------------
@@ -547,17 +546,18 @@ def test_a_new_column_is_a_row_with_its_fact(monkeypatch: pytest.MonkeyPatch) ->
 def question(folder: Path, **changes: Any) -> Facts:
     usual = {"folder": str(folder), "path": os.environ["PATH"], "python_path": "", "run_directory": "runs"}
     usual["marker"] = str(folder)
-    return {"do": "facts", "code": str(folder), "names": [], **usual, **preflight.request(), **changes}
+    return {"code": str(folder), "names": [], **usual, **preflight.request(), **changes}
 
 
 def talk(*questions: Facts) -> list[Any]:
     """Runs the probe as a program and asks it."""
-    lines = "".join(json.dumps(each) + "\n" for each in questions)
-    ended = subprocess.run(
-        [sys.executable, probe.__file__, "mark "], input=lines, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert all(line.startswith("mark ") for line in ended.stdout.splitlines())
-    return [json.loads(line.removeprefix("mark ")) for line in ended.stdout.splitlines()]
+    answers = []
+    for each in questions:
+        line, argv = json.dumps(each), [sys.executable, probe.__file__, "mark "]
+        ended = subprocess.run(argv, input=line, capture_output=True, text=True, timeout=60, check=True)
+        assert ended.stdout.startswith("mark ")
+        answers.append(json.loads(ended.stdout.removeprefix("mark ")))
+    return answers
 
 
 def test_the_probe_tells_every_fact_of_this_machine(tmp_path: Path) -> None:
@@ -664,7 +664,7 @@ def test_a_silent_host_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ssh.write_text("#!/bin/sh\nexec sleep 1000\n")
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    for timeout_s in (2, 20, 100):  # a busy machine does not answer for itself in 2 s
+    for timeout_s in (5, 20, 100):  # a busy machine does not answer for itself in 5 s
         options = preflight.Options(timeout_s=timeout_s)
         found = preflight.examine([Host("far.example"), Host("localhost")], options)
         assert found.table["ssh"][0].value == "no answer"
@@ -688,7 +688,7 @@ def noisy_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_login_shell_says_first_does_no_harm() -> None:
     found = preflight.examine([Host("far.example")], preflight.Options())
     assert found.scene.probes[0].facts is not None
-    assert found.table["ssh"][0].value.endswith(" ms")
+    assert found.table["ssh"][0].value == "ok"
     assert found.table["Python"][0] == Cell(".".join(map(str, sys.version_info[:3])))
 
 

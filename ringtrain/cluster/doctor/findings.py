@@ -20,14 +20,9 @@ class Probe:
     host: Host
     facts: Facts | None = None  # from probe.facts; None: the host did not answer
     error: str = ""  # why the host did not answer, as ssh reports it
-    connect_s: float | None = None  # until ssh had a shell; None: this machine, without ssh
+    remote: bool = True  # reached over ssh; False: this machine
     clock_s: tuple[float, float] | None = None
     """offset of its clock from this machine's (positive: ahead), and the uncertainty"""
-
-    @property
-    def remote(self) -> bool:
-        """Whether the host is reached over ssh; also True if it did not answer."""
-        return self.connect_s is not None or self.facts is None
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,6 @@ def examine(hosts: Sequence[Host], options: Options) -> Report:
     if len(hosts) > 1:
         names = [host.name for host in hosts]
     wanted = {
-        "do": "facts",
         "folder": os.getcwd(),
         "path": os.environ.get("PATH", ""),
         "python_path": os.environ.get("PYTHONPATH", ""),
@@ -169,15 +168,11 @@ def fold(report: Report, width: int) -> Iterator[list[str]]:
 
 
 def as_plain_values(report: Report) -> dict[str, object]:
-    """Converts a report to JSON types, with each host's facts except the hashes of single files."""
+    """Converts a report to JSON types."""
     hosts = []
     for number, probe in enumerate(report.scene.probes):
         cells = {name: cells[number] for name, cells in report.table.items()}
-        host = {name: getattr(probe, name) for name in ("error", "connect_s", "clock_s", "facts")}
-        for group in ("ringtrain", "code"):
-            if probe.facts and probe.facts[group]:
-                less = {name: value for name, value in probe.facts[group].items() if name != "files"}
-                host["facts"] = {**host["facts"], group: less}
+        host = {name: getattr(probe, name) for name in ("error", "remote", "clock_s", "facts")}
         levels = {name: {"value": cell.value, "level": cell.level} for name, cell in cells.items()}
         hosts.append({"name": probe.host.name, "slots": probe.host.slots, **host, "checks": levels})
     return {
