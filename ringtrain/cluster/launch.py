@@ -144,7 +144,7 @@ def launch(options: LaunchOptions) -> int:
         if line:
             processes.say(line)
     if options.sync or options.sync_environment:
-        sync.send(transfers, options.elastic)
+        sync.send(transfers)
     return run_attempts(work)
 
 

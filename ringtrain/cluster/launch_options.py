@@ -127,8 +127,6 @@ class SyncOptions:
     and what a .gitignore names; nothing is deleted there; hosts that join an elastic job later do not get it"""
     sync_environment: bool = False
     """send this folder, and the environment that ringtrain runs in"""
-    sync_delete: bool = False
-    """delete in these folders of the other hosts what is not here, except what is not sent"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,14 +257,12 @@ class LaunchOptions(
                     )
         if self.require_init and self.started_by.submits:
             raise LaunchError(f"got --require-init with --launcher {self.launcher}, which only submits: leave it out")
-        syncs = next((name for name in ("sync", "sync_environment", "sync_delete") if getattr(self, name)), "")
+        syncs = next((name for name in ("sync", "sync_environment") if getattr(self, name)), "")
         if syncs and not self.started_by.over_ssh:
             raise LaunchError(
                 f"got {_flag(syncs)} with --launcher {self.launcher}, which reaches its hosts without ssh:"
                 f" leave it out, and use a folder that they share, or an image"
             )
-        if syncs == "sync_delete":
-            raise LaunchError("got --sync-delete, expected --sync or --sync-environment with it")
         if self.max_restarts and self.started_by.submits:
             raise LaunchError(
                 f"got --max-restarts with --launcher {self.launcher}, which submits the job and does not supervise it:"
