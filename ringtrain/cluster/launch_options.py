@@ -167,10 +167,8 @@ class RestartOptions:
     """restart on any failure whose message matches"""
     give_up_on: Annotated[str, Argument("REGEX")] = ""
     """never restart on a match"""
-    keep_hosts: bool = False
-    """never exclude a host in which two of the last five failures began"""
     min_np: Annotated[int, N] = 1
-    """continue with fewer ranks, down to N"""
+    """continue with fewer ranks, down to N; -np's number keeps hosts in which two of the last five failures began"""
 
 
 @dataclass(frozen=True, kw_only=True)

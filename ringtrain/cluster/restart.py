@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -16,7 +16,6 @@ from ringtrain.protocol import as_main
 from ringtrain.protocol.attempt import Attempt
 
 FAILURES_OF_A_HOST, RECENT = 2, 5  # a host with 2 of the job's last 5 failures is excluded
-EXCLUDED_FOR, TIMES = 4, 4  # until the job has failed 4 more times; 4 times as long if the host then fails again
 ANSWER_S = 20.0  # for a host to answer before the job restarts without it
 ASKED_TO_STOP = (129, 130, 138, 143)  # 128 + SIGHUP, SIGINT, SIGUSR1, SIGTERM: the job saved and exited
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0  # before a restart after no new steps; doubled for each such failure
@@ -36,33 +35,14 @@ class Restarts:
     def __init__(self, hosts: Sequence[Host], num_ranks: int, options: LaunchOptions) -> None:
         self.results: list[JobResult] = []
         """of all attempts that have failed"""
+        self.hosts = list(hosts)
+        """of the next attempt"""
         self.num_ranks = num_ranks
         """of the next attempt; 0: too few slots are left"""
-        self.left_out: frozenset[str] = frozenset()
-        """names of hosts that the next attempt does not use"""
         self._options = options
-        self._all_ranks = num_ranks
-        self._all_hosts = tuple(hosts)
-        self._slots = {host.name: host.slots for host in hosts}
-        self.num_slots = self._all_slots = num_slots(hosts)
-        """of the hosts that the next attempt may use"""
+        self._all_hosts, self._all_ranks = tuple(hosts), num_ranks
         self._silent: frozenset[str] = frozenset()
         """hosts that were lost, or do not answer"""
-        self._recent: deque[tuple[str, ...]] = deque(maxlen=RECENT)
-        """hosts of the job's last failures"""
-        self._excluded: dict[str, tuple[int, int]] = {}
-        """of hosts that fail often: the number of failures of the job at which they are back, and for how many they are
-        excluded"""
-        self._often: frozenset[str] = frozenset()
-        """hosts that are excluded now"""
-        self._furthest_step = -1
-        self._in_vain = 0
-        """number of failures since the last one that was after new steps"""
-
-    @property
-    def hosts(self) -> list[Host]:
-        """Hosts of the next attempt."""
-        return [host for host in self._all_hosts if host.name not in self.left_out]
 
     def after(self, result: JobResult) -> str:
         """Decides after a failure; returns the reason why the job is not restarted, "" if it is."""
@@ -70,7 +50,6 @@ class Restarts:
         self.results.append(result)
         if reason:
             return reason
-        self._count(result)
         # Lost hosts are tried again only if the others have too few slots.
         self._silent = frozenset(result.hosts if result.kind == HOST_LOST else ())
         self._choose()
@@ -78,7 +57,7 @@ class Restarts:
             self._silent = frozenset()
             self._choose()
         if not self.num_ranks:
-            return f"{self.num_slots} slots are too few for --min-np {self._options.min_np}"
+            return f"{num_slots(self.hosts)} slots are too few for --min-np {self._options.min_np}"
         return ""
 
     def without(self, silent: Iterable[str]) -> bool:
@@ -89,58 +68,32 @@ class Restarts:
 
     def delay_s(self, first_host: str = "") -> float:
         """Seconds to wait before the next attempt. first_host: That of rank 0 in the last one, which writes the run."""
+        furthest_step, in_vain = -1, 0
+        for result in self.results:
+            in_vain = in_vain + 1 if result.global_step <= furthest_step else 0
+            furthest_step = max(furthest_step, result.global_step)
         delay_s = 0.0
-        if self._in_vain:
-            doublings = min(self._in_vain - 1, 6)  # more exceed MAX_DELAY_S, and thousands any number
+        if in_vain:
+            doublings = min(in_vain - 1, 6)  # more exceed MAX_DELAY_S, and thousands any number
             delay_s = min(FIRST_DELAY_S * 2**doublings, MAX_DELAY_S)
         # Until a rank 0 that may still run can no longer write there.
         return max(delay_s, LEASE_S) if first_host in self.results[-1].not_cleaned_up else delay_s
 
-    def _count(self, result: JobResult) -> None:
-        """Counts failures of hosts, and consecutive failures without new steps."""
-        if result.global_step <= self._furthest_step:
-            self._in_vain += 1
-        else:
-            self._in_vain = 0
-        self._furthest_step = max(self._furthest_step, result.global_step)
-        self._recent.append(result.hosts)
-        if not self._options.keep_hosts:
-            for host in result.hosts:
-                self._exclude(host)
-            now = len(self.results)
-            self._often = frozenset(host for host, (until, _) in self._excluded.items() if now < until)
-
-    def _exclude(self, host: str) -> None:
-        """Excludes a host that fails often; for longer each time if it fails again soon after it is back."""
-        now = len(self.results)
-        until, num_failures = self._excluded.pop(host, (-RECENT, 0))
-        if now - until <= RECENT:
-            num_failures *= TIMES
-        elif sum(host in hosts for hosts in self._recent) >= FAILURES_OF_A_HOST:
-            num_failures = EXCLUDED_FOR
-        else:
-            return
-        self._excluded[host] = now + num_failures, num_failures
-
     def _choose(self) -> None:
         """Leaves out hosts that do not answer, and hosts that fail often unless --min-np needs them."""
         options = self._options
-        often = self._often - self._silent
-        slots = self._all_slots - self._slots_of(self._silent | often)
-        # Those first that are excluded for the shortest time.
-        for host in sorted(often, key=lambda host: (self._excluded[host][1], host)):
-            if slots < max(1, options.min_np):
-                often -= {host}
-                slots += self._slots_of([host])
-        self.left_out = self._silent | often
-        self.num_slots = slots
-        if options.oversubscribe and not options.elastic and slots:
+        failures = Counter(host for result in self.results[-RECENT:] for host in result.hosts)
+        answering = [host for host in self._all_hosts if host.name not in self._silent]
+        used = [host for host in answering if failures[host.name] < FAILURES_OF_A_HOST]
+        for host in sorted(answering, key=lambda host: (failures[host.name], host.name)):
+            if host not in used and num_slots(used) < max(1, options.min_np):
+                used.append(host)
+        self.hosts = [host for host in self._all_hosts if host in used]
+        if options.oversubscribe and not options.elastic and used:
             self.num_ranks = self._all_ranks
         else:
-            self.num_ranks = ranks_on(slots, self._all_ranks, options.min_np, not takes_any_number(options.command))
-
-    def _slots_of(self, hosts: Iterable[str]) -> int:
-        return sum(self._slots.get(host, 0) for host in hosts)
+            has_batch_per_rank = not takes_any_number(options.command)
+            self.num_ranks = ranks_on(num_slots(used), self._all_ranks, options.min_np, has_batch_per_rank)
 
 
 def next_attempt(results: Sequence[JobResult], last: Attempt) -> Attempt:

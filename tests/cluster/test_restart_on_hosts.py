@@ -79,7 +79,7 @@ def test_a_script_goes_on_with_all_ranks_that_are_left(three_hosts: lab.Lab, tmp
     lab.wait_for(lambda: not hosts.processes("host3"), TIMEOUT_S, "the part that was cut off has ended by itself")
 
 
-@pytest.mark.parametrize(("keep", "ranks"), [((), 1), pytest.param(("--keep-hosts",), 2, marks=pytest.mark.quick)])
+@pytest.mark.parametrize(("keep", "ranks"), [((), 1), pytest.param(("--min-np", "2"), 2, marks=pytest.mark.quick)])
 def test_a_host_that_failed_twice_is_left_out(three_hosts: lab.Lab, tmp_path: Path, keep, ranks: int) -> None:
     """One rank goes on with the global batch of two."""
     chaos = "rank=1 step=9 mode=sigkill, rank=1 step=15 mode=sigkill"

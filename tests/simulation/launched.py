@@ -92,7 +92,6 @@ class Run:
             start_timeout=draw.choice([10.0, 30.0, 60.0]),
             grace=draw.choice([2.0, 8.0, 20.0]),
             max_restarts=draw.choice([0, 1, 3]),
-            keep_hosts=draw.random() < 0.2,
         )
         self.work = launch.Launch(
             self.options,

@@ -98,7 +98,6 @@ def after(failures, options=ONCE, hosts=HOSTS, silent=()):
 def test_a_host_that_failed_twice_is_left_out():
     failures = [JobResult(1, hosts=("host1", "host2")), JobResult(1, hosts=("host2",), global_step=5)]
     assert after(failures) == ["host1", "host3"]
-    assert after(failures, replace(ONCE, keep_hosts=True)) == ["host1", "host2", "host3"]
     assert after(failures, replace(ONCE, min_np=9)) == ["host1", "host2", "host3"]
     assert after(failures, silent=["host3"]) == ["host1"]
     failures = [JobResult(1, hosts=("host1",), global_step=step) for step in range(7)]
@@ -111,17 +110,6 @@ def test_a_host_is_used_again_once_others_have_failed_since():
     later = [JobResult(1, hosts=(name,), global_step=9 + step) for step, name in enumerate(["host2", "", "host3", ""])]
     assert [after([*failures, *later[:number]]) for number in range(4)] == [["host2", "host3"]] * 4
     assert after([*failures, *later]) == ["host1", "host2", "host3"]
-
-
-def test_a_host_that_fails_whenever_it_is_used_is_used_less_and_less():
-    hosts = [Host(f"host{number}", 1) for number in range(1, 21)]
-    restarts, broken = Restarts(hosts, 16, replace(ONCE, max_restarts=999)), []
-    for number in range(200):
-        names_used = names(restarts.hosts)
-        failed = "host1" if "host1" in names_used else names_used[number % len(names_used)]
-        broken += [number] * (failed == "host1")
-        assert restarts.after(JobResult(1, hosts=(failed,), global_step=number)) == ""
-    assert broken == [0, 1, 6, 23, 88]
 
 
 def test_of_hosts_that_are_needed_the_one_that_fails_least_is_used():
@@ -151,25 +139,10 @@ def test_a_lost_host_is_tried_again_if_the_others_have_too_few_slots():
     assert all_needed.after(lost) == "" and all_needed.num_ranks == 12, "it may be back"
 
 
-def excluded_by(results):
-    """Hosts that fail often, and for how many failures of the job they are excluded, from all results."""
-    excluded = {}
-    for number, result in enumerate(results, start=1):
-        for host in result.hosts:
-            until, length = excluded.get(host, (-RECENT, 0))
-            recent = [host in earlier.hosts for earlier in results[max(0, number - RECENT) : number]]
-            if number <= until + RECENT:
-                excluded[host] = number + 4 * length, 4 * length
-            elif sum(recent) >= FAILURES_OF_A_HOST:
-                excluded[host] = number + 4, 4
-            else:
-                excluded.pop(host, None)
-    return {host: length for host, (until, length) in excluded.items() if len(results) < until}
-
-
 def chosen_before(hosts, num_ranks, results, silent, options):
     """Hosts and ranks by the rule in its plainest form, from all results."""
-    excluded = {} if options.keep_hosts else excluded_by(results)
+    recent = [host for result in results[-RECENT:] for host in result.hosts]
+    excluded = {host: recent.count(host) for host in recent if recent.count(host) >= FAILURES_OF_A_HOST}
     answering = [host for host in hosts if host.name not in silent]
     used = [host for host in answering if host.name not in excluded]
     for host in sorted(answering, key=lambda host: (excluded.get(host.name, 0), host.name)):
@@ -185,12 +158,11 @@ def chosen_before(hosts, num_ranks, results, silent, options):
     st.integers(1, 12),
     st.lists(st.tuples(st.sampled_from(["lost", "failed", "silent"]), st.sets(st.integers(1, 5), max_size=2))),
     st.booleans(),
-    st.booleans(),
 )
-def test_hosts_are_chosen_by_all_results_so_far(slots, min_np, events, keep_hosts, oversubscribe):
+def test_hosts_are_chosen_by_the_last_results(slots, min_np, events, oversubscribe):
     hosts = [Host(f"host{number}", count) for number, count in enumerate(slots, start=1)]
     num_ranks = num_slots(hosts)
-    options = replace(ONCE, max_restarts=99, min_np=min_np, keep_hosts=keep_hosts, oversubscribe=oversubscribe)
+    options = replace(ONCE, max_restarts=99, min_np=min_np, oversubscribe=oversubscribe)
     restarts, results, silent = Restarts(hosts, num_ranks, options), [], set()
     for number, (kind, numbers) in enumerate(events):
         failed = tuple(f"host{one}" for one in sorted(numbers))
