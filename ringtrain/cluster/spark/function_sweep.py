@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import itertools
 import pickle
@@ -128,18 +127,11 @@ def check_arguments(map_fun: Callable[..., Any], runs: Sequence[Mapping[str, Any
         signature = inspect.signature(map_fun)
     except (TypeError, ValueError):
         return  # some C functions have no signature
-    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
-    by_name = [name for name, kind in kinds.items() if kind.name in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")]
-    takes = f"{_name(map_fun)} takes {', '.join(by_name) or 'no arguments by name'}"
-    if inspect.Parameter.VAR_KEYWORD not in kinds.values():
-        for name in (name for name in runs[0] if name not in by_name):
-            close = difflib.get_close_matches(name, by_name, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise LaunchError(f"args_dict[{name!r}]: {takes}{hint}")
     try:
         signature.bind(**runs[0])
     except TypeError as error:
-        raise LaunchError(f"{takes}; args_dict has {', '.join(runs[0]) or 'none'}: {error}") from error
+        named = ", ".join(runs[0]) or "nothing"
+        raise LaunchError(f"{_name(map_fun)}{signature} got {named} from args_dict: {error}") from error
 
 
 def _pickled(dumps: Callable[[Any], bytes], map_fun: Callable[..., Any], run: Mapping[str, Any]) -> bytes:
