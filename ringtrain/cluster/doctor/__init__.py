@@ -1,6 +1,6 @@
 """`ringtrain doctor`: checks hosts before a job starts.
 
-preflight: probes every host, and prints the table of every check on every host, or JSON
+preflight: probes every host, and prints what each check found, or JSON
 session:   the conversation with one host
 probe:     the program that runs on a host; sent to it as source, standard library only
 software:  checks of Python, packages, ringtrain, the user's code and MPI: fact, rule and fix

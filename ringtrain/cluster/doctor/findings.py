@@ -88,25 +88,14 @@ def gather(table: Mapping[str, Sequence[Cell]], probes: Sequence[Probe]) -> list
 
 def _lines(cell: Cell, group: Sequence[Probe]) -> str:
     """Fix commands to paste on the machine doctor ran on; remote hosts are reached over ssh."""
-    if cell.where == "file":
-        return "\n".join(dict.fromkeys(cell.fix.replace("{host}", probe.host.name) for probe in group))
-    if not cell.fix or (cell.where == "here" and "{host}" not in cell.fix):
-        return cell.fix
-    elsewhere = [shlex.quote(probe.host.name) for probe in group if probe.remote or cell.where == "here"]
-    lines = [cell.fix] if len(elsewhere) < len(group) else []
-    if len(elsewhere) == 1:
-        lines.append(_line_of(cell, elsewhere[0]))
-    elif elsewhere:
-        line = _line_of(cell, '"$host"')
-        lines.append(f"for host in {' '.join(elsewhere)}; do {line}; done")
-    return "\n".join(lines)
-
-
-def _line_of(cell: Cell, host: str) -> str:
-    """Fix command of one host."""
-    if cell.where == "there":
-        return f"ssh -t {host} {shlex.quote(cell.fix)}"
-    return cell.fix.replace("{host}", host)
+    lines = []
+    for probe in group:
+        name = shlex.quote(probe.host.name)
+        if cell.fix and cell.where == "there" and probe.remote:
+            lines.append(f"ssh -t {name} {shlex.quote(cell.fix)}")
+        else:
+            lines.append(cell.fix.replace("{host}", name))
+    return "\n".join(dict.fromkeys(lines))
 
 
 def most(values: Iterable[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Preflight of `ringtrain doctor`: probes every host, and prints a table of every check on every host, or JSON."""
+"""Preflight of `ringtrain doctor`: probes every host, and prints what each check found, or JSON."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from rich.cells import cell_len
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from ringtrain.cluster import host_agent
 from ringtrain.cluster.doctor import machine, network, software
 from ringtrain.cluster.doctor.findings import LEVELS, UNKNOWN, Cell, Check, Finding, Level, Probe, Scene, gather
@@ -31,11 +26,9 @@ from ringtrain.errors import LaunchError
 
 CHECKS = {**software.CHECKS, **machine.CHECKS, **network.CHECKS}
 """a new one is a row with its fact and rule in one of these modules"""
-STYLES: dict[Level, str] = {"unknown": "dim", "ok": "", "warning": "yellow", "error": "bold red"}
-MARKS: dict[Level, str] = {"unknown": "", "ok": "", "warning": "! ", "error": "!! "}  # for output without colors
+MARKS: dict[Level, str] = {"unknown": "", "ok": "", "warning": "! ", "error": "!! "}
 EXIT_CODES: dict[Level, int] = {"unknown": 0, "ok": 0, "warning": 1, "error": 2}
-MOST_HOSTS = 6  # listed in a finding
-PADDING = 2
+MOST_HOSTS = 6  # listed in a line
 
 
 @dataclass(frozen=True)
@@ -55,8 +48,7 @@ def main(hosts: Sequence[Host], options: Options) -> int:
     """Examines hosts, prints the report, and returns 0: ok, 1: warnings, or 2: errors."""
     if sys.stderr.isatty() and len(hosts) > 1:
         print(f"probing {len(hosts)} hosts, each has {options.timeout_s:g} s to answer ...", file=sys.stderr)
-    console = Console(width=None if sys.stdout.isatty() else 10_000)  # colors are for terminals
-    return show(examine(hosts, options), console, options.as_json)
+    return show(examine(hosts, options), options.as_json)
 
 
 def examine(hosts: Sequence[Host], options: Options) -> Report:
@@ -138,33 +130,28 @@ def request() -> dict[str, Any]:
 # ---- the report ----------------------------------------------------------------------------------------------------
 
 
-def show(report: Report, console: Console, as_json: bool = False) -> int:
+def show(report: Report, as_json: bool = False) -> int:
     """Prints a report and returns the exit code: 0 ok, 1 warnings, 2 errors."""
     if as_json:
-        console.out(json.dumps(as_plain_values(report)), highlight=False)
-        return EXIT_CODES[report.level]
-    wide = console.width if console.is_terminal else sys.maxsize
-    for columns in fold(report, wide):
-        console.print(_draw(report, columns), soft_wrap=not console.is_terminal, crop=False)
-        console.print()
-    for line, style in _lines(report):
-        console.print(Text(_plain(line), STYLES.get(style, "")), soft_wrap=True)
+        print(json.dumps(as_plain_values(report)))
+    else:
+        for line in [*_values(report), "", *_findings(report)]:
+            # Output of a host must not move the cursor.
+            print("".join(letter if letter.isprintable() else "?" for letter in line))
     return EXIT_CODES[report.level]
 
 
-def fold(report: Report, width: int) -> Iterator[list[str]]:
-    """Yields groups of column names; each fits into `width` characters next to the host names."""
-    first = max((cell_len(probe.host.name) for probe in report.scene.probes), default=0)
-    part: list[str] = []
-    used = first
+def _values(report: Report) -> Iterator[str]:
+    """A line per check: each value, with its hosts unless all have it."""
+    width = max(map(len, report.table))
     for name, cells in report.table.items():
-        needed = PADDING + max([cell_len(name), *(cell_len(_text(cell)) for cell in cells)])
-        if part and used + needed > width:
-            yield part
-            part, used = [], first
-        part.append(name)
-        used += needed
-    yield part
+        hosts_of: dict[str, list[str]] = {}
+        for cell, probe in zip(cells, report.scene.probes, strict=True):
+            hosts_of.setdefault(MARKS[cell.level] + (cell.value or "-"), []).append(probe.host.name)
+        values = [*hosts_of]
+        if len(values) > 1:
+            values = [f"{value} ({_listed(hosts)})" for value, hosts in hosts_of.items()]
+        yield f"{name:{width}}  {', '.join(values)}"
 
 
 def as_plain_values(report: Report) -> dict[str, object]:
@@ -184,42 +171,22 @@ def as_plain_values(report: Report) -> dict[str, object]:
     }
 
 
-def _draw(report: Report, columns: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, PADDING, 0, 0), header_style="bold")
-    for name in ("host", *columns):
-        table.add_column(name, no_wrap=True)
-    for number, probe in enumerate(report.scene.probes):
-        cells = [report.table[name][number] for name in columns]
-        row = [Text(_plain(_text(cell)), STYLES[cell.level]) for cell in cells]
-        worst = max((report.table[name][number].level for name in report.table), key=LEVELS.index)
-        style = STYLES[worst] if worst == "error" else ""
-        table.add_row(Text(probe.host.name, style), *row)
-    return table
-
-
-def _lines(report: Report) -> Iterator[tuple[str, Level]]:
-    """Lines below the table, each with the level that sets its color."""
+def _findings(report: Report) -> Iterator[str]:
     for finding in report.findings:
-        hosts = ", ".join(finding.hosts[:MOST_HOSTS])
-        if len(finding.hosts) > MOST_HOSTS:
-            hosts += f" and {len(finding.hosts) - MOST_HOSTS} more"
-        yield f"{MARKS[finding.level]}{': '.join(filter(None, [hosts, finding.check, finding.text]))}", finding.level
-        yield from ((f"       {line}", "ok") for line in finding.fix.splitlines())
+        yield f"{MARKS[finding.level]}{_listed(finding.hosts)}: {finding.check}: {finding.text}"
+        yield from (f"       {line}" for line in finding.fix.splitlines())
     if report.findings:
-        yield "", "ok"
+        yield ""
     if report.subnet and len(report.scene.answers) > 1:
-        yield f"all hosts are in {report.subnet}: ringtrain launch --subnet {report.subnet}", "ok"
+        yield f"all hosts are in {report.subnet}: ringtrain launch --subnet {report.subnet}"
     levels = [finding.level for finding in report.findings]
     counts = [count(levels.count(level), level) for level in LEVELS[:1:-1]]
     summary = ", ".join(text for text in counts if not text.startswith("0 ")) or "all ok"
-    yield f"{count(len(report.scene.probes), 'host')}: {summary} ({report.took_s:.1f} s)", report.level
+    yield f"{count(len(report.scene.probes), 'host')}: {summary} ({report.took_s:.1f} s)"
 
 
-def _text(cell: Cell) -> str:
-    return MARKS[cell.level] + (cell.value or "-")
-
-
-def _plain(text: str) -> str:
-    """Replaces control characters: output of a host must not move the cursor."""
-    letters = [letter if letter.isprintable() else "?" for letter in text]
-    return "".join(letters)
+def _listed(hosts: Sequence[str]) -> str:
+    listed = ", ".join(hosts[:MOST_HOSTS])
+    if len(hosts) > MOST_HOSTS:
+        listed += f" and {len(hosts) - MOST_HOSTS} more"
+    return listed
