@@ -37,7 +37,6 @@ from ringtrain.protocol.placement import PlannedPlacement, RankPlacement
 ASK_S = 1.0
 SCRIPT_S = 30.0  # timeout of the user's program
 AGAIN_S = 15.0  # before a host that does not answer is tried again
-UNHEARD_S = 20.0  # after which an idle host is announced again
 PUBLISHED = "ringtrain-discovery-"
 NEVER_S = float("inf")
 MARK = "~"
@@ -68,8 +67,8 @@ class ElasticHost:
 
     host: Host
     agent: HostAgent | None = None
-    published_s: float = 0.0
-    """time.monotonic() since which Horovod is shown it; 0: it is not"""
+    is_published: bool = False
+    """Horovod is shown it"""
     ask_again_s: float = 0.0
 
     @property
@@ -128,7 +127,7 @@ class ElasticSupervisor(Supervisor):
             self._add_hosts()
             present = self._present()
             is_pending = self._listed is None or any(host.is_pending for host in present)
-            is_enough = sum(host.host.slots for host in present if host.published_s) >= self.first_ranks
+            is_enough = sum(host.host.slots for host in present if host.is_published) >= self.first_ranks
             if is_enough and not is_pending:
                 return
             if time.monotonic() > deadline:
@@ -158,11 +157,10 @@ class ElasticSupervisor(Supervisor):
                 host.agent = here or self.agents.start(listed.name, is_checked=True)
         for host in self._present():
             agent = host.agent
-            if not agent or agent.is_second or not agent.ready or host.published_s:
+            if not agent or agent.is_second or not agent.ready or host.is_published:
                 continue
-            if self._has_same_version(host, agent):
-                host.published_s = now
-        self._publish(now)
+            host.is_published = self._has_same_version(host, agent)
+        self._publish()
 
     def _has_same_version(self, host: ElasticHost, agent: HostAgent) -> bool:
         """Checks that a host has the same ringtrain as this one; excludes one that differs, with one line."""
@@ -175,24 +173,9 @@ class ElasticSupervisor(Supervisor):
             host.ask_again_s = NEVER_S
         return False
 
-    def _publish(self, now: float) -> None:
-        """Writes the file that Horovod's driver reads each second.
-
-        Horovod announces a change once, even if the ranks are restarting. An idle host is therefore removed for 3 s and
-        listed again.
-        """
-        shown = []
-        used = {rank.host for rank in self.reports.ranks}
-        for host in self._present():
-            if not host.published_s:
-                continue
-            for_s = now - host.published_s
-            if self._process and for_s > UNHEARD_S and host.agent and host.agent.hostname not in used:
-                if for_s > UNHEARD_S + 3 * ASK_S:
-                    host.published_s = now
-                else:
-                    continue
-            shown.append(host.host)
+    def _publish(self) -> None:
+        """Writes the file that Horovod's driver reads each second."""
+        shown = [host.host for host in self._present() if host.is_published]
         text = "".join(f"{host.name}:{host.slots}\n" for host in shown)
         if self._published and text != self._text:
             part = self._published.with_suffix(".part")
@@ -217,10 +200,10 @@ class ElasticSupervisor(Supervisor):
             if not agent.ready and not host.ask_again_s:
                 say(f"{why}; excluded until it does")
             wait_s = LEASE_S + AGAIN_S if agent.ready else AGAIN_S  # the lost agent may still be cleaning up
-            host.agent, host.published_s, host.ask_again_s = None, 0.0, now + (0.0 if agent.was_killed else wait_s)
+            host.agent, host.is_published, host.ask_again_s = None, False, now + (0.0 if agent.was_killed else wait_s)
             if agent.ready and self._process:
                 say(f"lost {agent.host}: {why}; continues without")
-                self._publish(now)
+                self._publish()
                 self._end_ssh_to(agent.host)
                 # Ranks run on where an agent was killed, or have started on a host that has booted again.
                 host.agent = self._clean_up(agent.host)

@@ -71,7 +71,7 @@ DEFECTS = {
     "a lost host stays listed": text(
         Launcher,
         "_check_agents",
-        ("host.agent, host.published_s, host.ask_again_s = None, 0.0,", "_, _, host.ask_again_s = 0, 0,"),
+        ("host.agent, host.is_published, host.ask_again_s = None, False,", "_, _, host.ask_again_s = 0, 0,"),
     ),
     "a host is used again where ranks are left": Defect(
         Launcher, "_clean_up", lambda self, name: self.agents.start(name, is_checked=True)
