@@ -24,14 +24,6 @@ OF_THE_LAUNCHER = re.compile(
     r"|CUDA_(VISIBLE_DEVICES|HOME|PATH)[A-Za-z0-9_]*|PYTHON[A-Z0-9_]*"
     r"|(LC|XDG|OMPI|OPAL|ORTE|PRTE|PMIX|HYDRA|HWLOC|MPIEXEC|MPICH|MPIR|I_MPI|FI|UCX|SLURM|PBS|LSB|LSF|KUBERNETES)_[A-Za-z0-9_]*"
 )
-# Set by a login, a terminal, a desktop or a tool, and not needed by ranks.
-OF_A_SESSION = re.compile(
-    r"_.*|LS_COLORS|LESS[A-Z]*|MAIL|MANPATH|INFOPATH|EDITOR|VISUAL|PAGER|DISPLAY|XAUTHORITY|STY|WINDOW(ID)?|HOST(NAME|TYPE)?"
-    r"|GROUP|[A-Z]*OSTYPE|MACHTYPE|VENDOR|SESSION_MANAGER|INVOCATION_ID|JOURNAL_STREAM|LOADEDMODULES|PS[0-9]|HIST[A-Z]*"
-    r"|(PROMPT|COLOR|TMUX|MODULE|LMOD|BASH|ZSH)[A-Za-z0-9_]*|DEBIAN_FRONTEND|container|which_declare"
-    r"|(SSH|SUDO|TERM|WAYLAND|DBUS|GPG|GNOME|GTK|KDE|QT|DESKTOP|SYSTEMD|VSCODE|GIT|CONDA|DEBUGINFOD)_[A-Za-z0-9_]*"
-)
-"""with it, the dynamic linker finds a library's functions when it loads it, not when they are called"""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|PRIVATE|APIKEY|COOKIE|JWT|(^|_)(KEY|KEYS|PAT|AUTH|PWD|PASS|DSN)(_|$)",
@@ -95,15 +87,6 @@ def clean_start(job: Job, launcher: str, folder: str = "") -> list[Flag]:
         because = f"ranks of this host inherit all variables of {launcher}: these are not for ranks"
         flags.append(Flag(tuple(word for name in hidden for word in ("-u", name)), because))
     return flags
-
-
-def not_forwarded(job: Job) -> str:
-    """Message with the number of the user's variables that ranks do not get; "" if there are none."""
-    names = [name for name in withheld(job) if NAME.fullmatch(name) and not OF_A_SESSION.fullmatch(name)]
-    if not names:
-        return ""
-    noun = "variable" if len(names) == 1 else "variables"
-    return f"not forwarded to ranks: {len(names)} {noun} set here: --forward NAME adds one, --explain lists them"
 
 
 def settings(job: Job) -> Iterator[Setting]:

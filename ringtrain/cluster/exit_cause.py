@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 import re
 import signal
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 
@@ -27,16 +25,9 @@ HYDRA = re.compile(
     r"(?:.*?EXIT STRING: [^\n]*\(signal (\d{1,9})\))?",
     re.DOTALL,
 )
-MISSING = re.compile(r"^ *ModuleNotFoundError: No module named '(\w+)", re.MULTILINE)
 LOST = re.compile(r"Remote daemon: .* on node (\S+)")
 DAEMON_LOST = "unable to reliably start one or more daemons"
 """Open MPI's message when an ssh of its own ends, also after the start"""
-# Errors of a script that does on every rank what one rank must do.
-OF_EVERY_RANK = re.compile(r"^FileExistsError|unable to lock file|database is locked", re.MULTILINE)
-ON_RANK_0 = (
-    "every rank runs the whole script: if another one has made or opened this file, let rank 0 alone do it,"
-    " by ringtrain.hvd.on_rank_0(function)"
-)
 TAIL_LINES = 20
 HOST_LOST = "a lost host"
 MAX_SPEAKERS = 8
@@ -118,10 +109,8 @@ def decide(
         return JobResult(0)
     failure = reports.first_failure()
     if failure and not failure.is_consequence:
-        words = _in_its_words(failure, failure.last)
-        if len(reports.ranks) > 1 and OF_EVERY_RANK.search(failure.text):
-            words += f"\n{ON_RANK_0}"
-        return JobResult(failure.exit_code, _in_its_words(failure), failure.kind, rank=failure.rank, last=words)
+        last = _in_its_words(failure, failure.last)
+        return JobResult(failure.exit_code, _in_its_words(failure), failure.kind, rank=failure.rank, last=last)
     by_launcher = _cut_off(reports) or _named_by_launcher(launcher_output, code, reports, tails, failure)
     if by_launcher:
         return by_launcher
@@ -222,9 +211,7 @@ def _named_by_launcher(
         if rank_code < 0:
             rank_code = 128 - rank_code
         where = f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"
-        tail = "\n".join(tails.get(rank, ()))
-        why = f"{where} {_how(rank_code)}{_last_lines(rank, tails)}{_about_another_python(tail)}"
-        return JobResult(_code(rank_code), why, rank=rank)
+        return JobResult(_code(rank_code), f"{where} {_how(rank_code)}{_last_lines(rank, tails)}", rank=rank)
     improperly = IMPROPERLY.search(text)
     if improperly:
         return _left(int(improperly[1]), improperly[2], code, reports, tails)
@@ -233,17 +220,6 @@ def _named_by_launcher(
         output = f"; its output:\n{consequence.last or consequence.text}" if consequence else ""
         return JobResult(_code(int(match[2])), f"of the last ranks, one on {match[1]} {_how(int(match[2]))}{output}")
     return None
-
-
-def _about_another_python(text: str) -> str:
-    """A line about a package that a rank has missed, and that the Python of this command has."""
-    missing = MISSING.search(text)
-    if missing is None or importlib.util.find_spec(missing[1]) is None:
-        return ""
-    return (
-        f"\n{missing[1]} is installed for {sys.executable}: start the script with `python`, which stands for it here,"
-        " or with its full path"
-    )
 
 
 def _cut_off(reports: Reader) -> JobResult | None:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from ringtrain.cluster import (
     elastic,
-    environment,
     host_agent,
     job,
     processes,
@@ -34,7 +33,7 @@ from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import RANK_PROCESS
-from ringtrain.protocol.for_script import Tuned
+from ringtrain.protocol.for_script import ForScript
 
 Planner = Callable[[Job], Plan]
 VERSION_TIMEOUT_S = 20.0
@@ -106,7 +105,9 @@ class Launch:
 
 def launch(options: LaunchOptions) -> int:
     """Runs a job and returns its exit code, or prints its plan."""
-    options = with_tuned(options.checked())
+    options = options.checked()
+    if options.tuned:
+        options = replace(options, environ={**options.environ, **ForScript.read(Path(options.tuned)).variables()})
     os.environ.pop(RANK_PROCESS, None)  # if a rank has started this process, that is none of this job's
     work = elastic_launch(options) if options.elastic else fixed_launch(options)
     check_min_np(options, work.num_ranks)
@@ -139,21 +140,9 @@ def launch(options: LaunchOptions) -> int:
         check_installed()
     else:
         processes.find(work.options.started_by.program)
-    if options.started_by.over_ssh:
-        line = environment.not_forwarded(first)
-        if line:
-            processes.say(line)
     if options.sync or options.sync_environment:
         sync.send(transfers)
     return run_attempts(work)
-
-
-def with_tuned(options: LaunchOptions) -> LaunchOptions:
-    """Options with the settings of the file of --tuned, which its script's ranks read."""
-    if not options.tuned:
-        return options
-    tuned = Tuned.read(Path(options.tuned))
-    return replace(options, environ={**options.environ, **tuned.variables()})
 
 
 def run_attempts(work: Launch) -> int:

@@ -387,7 +387,7 @@ class Supervisor:
         elif self.stopped_by and result.exit_code:
             result = JobResult(128 + self.stopped_by, f"stopped by {signal.Signals(self.stopped_by).name}")
         result = self._with_facts(result, lost)
-        self.output.show_held(result.last or result.text, result.rank)
+        self.output.show_others(result.rank)
         if result.text:
             say(result.last or result.text)
         return result

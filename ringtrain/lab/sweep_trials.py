@@ -23,7 +23,7 @@ from ringtrain.lab import script
 from ringtrain.lab.script import Script
 from ringtrain.lab.sweep_space import Study
 from ringtrain.protocol.env import HOST_SLOTS, YIELDING
-from ringtrain.protocol.for_script import ForScript, Tuned
+from ringtrain.protocol.for_script import ForScript
 
 if TYPE_CHECKING:
     import subprocess
@@ -73,7 +73,7 @@ class TrialJob:
     def write_best(self, path: Path, best: Any, num_ranks: int) -> str:
         """Writes the values of the best trial, and returns the command that trains with them."""
         options, own_values = self.divided(best.params)
-        tuned = Tuned(by=f"{BY}, trial {best.number}", options=options, trial=own_values)
+        tuned = ForScript(by=f"{BY}, trial {best.number}", options=options, trial=own_values)
         tuned.write(path, objective=self.objective, value=best.value)
         return f"ringtrain launch -np {num_ranks} --tuned {path} -- {shlex.join(self.command(best.params))}"
 

@@ -57,11 +57,6 @@ class Failure:
         """Whether this is a follow-up error, which says only that another rank exited before."""
         return bool(CONSEQUENCE.search(self.text))
 
-    def lines_for_a_person(self) -> list[str]:
-        """Lines in which the rank itself prints the failure, without indentation; not those of a traceback."""
-        said = f"ringtrain: {self.text.removeprefix(f'{self.kind}: ')}"
-        return [line.strip() for line in [*said.splitlines(), *self.last.splitlines()]]
-
     @property
     def has_traceback(self) -> bool:
         return self.text.startswith("Traceback (most recent call last):")

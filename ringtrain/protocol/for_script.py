@@ -40,6 +40,22 @@ class ForScript:
     observer: str = ""
     """module:function of the name of each `fit`, which returns a callback to add to it"""
 
+    def write(self, path: Path, **facts: Any) -> None:
+        """Writes a file for `ringtrain launch --tuned`; `facts`, such as measurements, are for its readers."""
+        path.write_text(json.dumps({**asdict(self), **facts}, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> ForScript:
+        """Reads a file. Raises LaunchError if it is not one that sweep has written."""
+        try:
+            content = parse_json(path.read_text(encoding="utf-8"))
+            known = {one.name for one in fields(cls)}
+            return cls(**{name: value for name, value in content.items() if name in known})
+        except (OSError, *INVALID) as error:
+            raise LaunchError(
+                f"{path}: expected the file best.json that ringtrain sweep has written: {error}"
+            ) from None
+
     def variables(self) -> dict[str, str]:
         """Environment variables with which ranks read it."""
         return {FOR_SCRIPT: json.dumps(asdict(self))}
@@ -54,38 +70,6 @@ class ForScript:
             raise ConfigError(
                 f"{FOR_SCRIPT}: got {text[:80]!r}, which no command of ringtrain has set: {error}"
             ) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tuned:
-    """Settings that a command has chosen for the later launches of a script: a file for `ringtrain launch --tuned`."""
-
-    by: str
-    """command that has chosen them, such as "ringtrain sweep" """
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """of `ringtrain.fit` or the trainer, by dotted name"""
-    trial: Mapping[str, Any] = field(default_factory=dict)
-    """values that `ringtrain.trial` returns, by name"""
-
-    def write(self, path: Path, **facts: Any) -> None:
-        """Writes the file; `facts`, such as measurements, are for its readers."""
-        path.write_text(json.dumps({**asdict(self), **facts}, indent=1) + "\n", encoding="utf-8")
-
-    @classmethod
-    def read(cls, path: Path) -> Tuned:
-        """Reads a file. Raises LaunchError if it is not one that sweep has written."""
-        try:
-            content = parse_json(path.read_text(encoding="utf-8"))
-            known = {one.name for one in fields(cls)}
-            return cls(**{name: value for name, value in content.items() if name in known})
-        except (OSError, *INVALID) as error:
-            raise LaunchError(
-                f"{path}: expected the file best.json that ringtrain sweep has written: {error}"
-            ) from None
-
-    def variables(self) -> dict[str, str]:
-        """Variables of the ranks, from which the script reads them."""
-        return ForScript(by=self.by, options=self.options, trial=self.trial).variables()
 
 
 def trial() -> Mapping[str, Any]:

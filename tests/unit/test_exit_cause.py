@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import sys
 from dataclasses import replace
 
 import pytest
@@ -85,13 +84,6 @@ def test_a_rank_that_left_without_a_word_is_named_before_those_it_took_along(tex
         "  last",
         "  words",
     ]
-
-
-def test_a_package_that_another_python_lacks() -> None:
-    for name, is_here in (("numpy", True), ("no_such_package", False)):
-        lines = ["Traceback (most recent call last):", f"ModuleNotFoundError: No module named '{name}.linalg'"]
-        said = decide(1, reader(), OPEN_MPI_EXITED, {1: lines}, "mpirun").text
-        assert (f"{name} is installed for {sys.executable}: start the script with `python`" in said) == is_here
 
 
 @pytest.mark.parametrize("said", [OPEN_MPI_KILLED, PRRTE_KILLED, MPICH_KILLED, INTEL_KILLED])
@@ -296,22 +288,14 @@ def test_equal_tracebacks_are_shown_once_and_follow_up_errors_and_a_terminals_no
     for failure in replace(cause, rank=1), consequence, replace(cause, rank=0), other, replace(cause, rank=5):
         for line in [*failure.lines("j"), *failure.text.splitlines()]:
             output.add(f"[1,{failure.rank}]<stderr>:{line}\n".encode())
-    output.show_held("rank 1 on host1 failed first", 1)
+    output.show_others(1)
     shown = capfd.readouterr().err
     assert shown.count("Traceback") == shown.count("JSONDecodeError") == 1
-    assert "[1,3]<stderr>:OSError: other\n" in shown and "shut down" not in shown
-    assert shown.endswith(
-        "ringtrain: the same error on ranks 0, 5\nringtrain: follow-up errors, not shown, on rank 2\n"
-    )
+    assert "shut down" not in shown
+    assert shown.splitlines()[-3:] == [
+        "ringtrain: rank 3 on host2: OSError: other",
+        "ringtrain: the same error on ranks 0, 5",
+        "ringtrain: follow-up errors, not shown, on rank 2",
+    ]
     assert ("oneDNN" in shown) is not is_terminal
     assert len(output.tails[1][0]) <= 500 < len(shown.splitlines()[0 if is_terminal else 1])
-
-
-def test_an_error_of_a_file_that_another_rank_has_made_tells_of_rank_0() -> None:
-    advice = "every rank runs the whole script"
-    exists = "FileExistsError: [Errno 17] File exists: 'out'"
-    assert advice in decide(1, reader((0, 1.0, f"Traceback\n{exists}", 1)), "", {}, "mpirun").last
-    assert advice not in decide(1, reader((0, 1.0, "Traceback\nOSError: disk full", 1)), "", {}, "mpirun").last
-    alone = reader((0, 1.0, f"Traceback\n{exists}", 1))
-    alone.ranks = alone.ranks[:1]
-    assert advice not in decide(1, alone, "", {}, "mpirun").last

@@ -10,7 +10,7 @@ import ringtrain
 from ringtrain import cli
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.env import FOR_SCRIPT
-from ringtrain.protocol.for_script import ForScript, Tuned
+from ringtrain.protocol.for_script import ForScript
 
 
 def test_a_trial_is_empty_outside_of_a_sweep_and_read_only_within_one(monkeypatch):
@@ -31,13 +31,12 @@ def test_a_variable_that_no_command_has_set_is_named(text):
 
 def test_a_file_of_settings_has_the_variables_of_later_launches(tmp_path, capsys):
     path = tmp_path / "tuned.json"
-    written = Tuned(by="ringtrain sweep", options={"hvd.groups": 2})
+    written = ForScript(by="ringtrain sweep", options={"hvd.groups": 2})
     written.write(path, measured=[[1.5]])
     assert json.loads(path.read_text())["measured"] == [[1.5]]
-    read = Tuned.read(path)
+    read = ForScript.read(path)
     assert read == written
-    variables = read.variables()
-    assert ForScript.from_environment(variables) == ForScript(by="ringtrain sweep", options={"hvd.groups": 2})
+    assert ForScript.from_environment(read.variables()) == written
 
     launch = ["launch", "-np", "1", "-H", "localhost:1", "--dry-run", "--tuned"]
     assert cli.main([*launch, str(path), "python", "own.py"]) == 0
