@@ -165,11 +165,11 @@ def _unnamed(
     return JobResult(code, how)
 
 
-def without_init(num_ranks: int, reports: Reader, tensorflow: Collection[str], is_required: bool) -> str:
+def without_init(num_ranks: int, reports: Reader, tensorflow: Collection[str]) -> str:
     """Message about a job that ended well and none of whose ranks called hvd.init(); "" if they may have met.
 
     Programs without ringtrain do not report whether they met. They are named if they had TensorFlow loaded and neither
-    Horovod nor MPI, or Horovod without ringtrain.hvd, and if hvd.init() is required. `tensorflow`: See HostAgents.
+    Horovod nor MPI, or Horovod without ringtrain.hvd. `tensorflow`: See HostAgents.
     """
     if reports.initialized:
         return ""
@@ -186,8 +186,6 @@ def without_init(num_ranks: int, reports: Reader, tensorflow: Collection[str], i
             f"{num_ranks} ranks ran without meeting: they {why}, and none called hvd.init(). Unless they connect by"
             f" other means, each trained a model of its own: call ringtrain.hvd.init() first, or start one process"
         )
-    if is_required:
-        return f"none of {num_ranks} ranks called ringtrain's hvd.init(), which --require-init expects"
     return ""
 
 

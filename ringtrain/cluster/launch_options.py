@@ -96,8 +96,6 @@ class JobOptions:
     """forward a variable besides the usual ones; may be repeated"""
     oversubscribe: bool = False
     """allow more ranks than slots"""
-    require_init: bool = False
-    """exit with 2 if no rank has called hvd.init() (a warning)"""
     output: Annotated[str, Argument("DIR")] = ""
     """keep a log per rank"""
     tuned: Annotated[str, FILE] = ""
@@ -253,8 +251,6 @@ class LaunchOptions(
                     raise LaunchError(
                         f"got {_flag(name)} with --launcher {self.launcher}, expected --launcher {expected}"
                     )
-        if self.require_init and self.started_by.submits:
-            raise LaunchError(f"got --require-init with --launcher {self.launcher}, which only submits: leave it out")
         syncs = next((name for name in ("sync", "sync_environment") if getattr(self, name)), "")
         if syncs and not self.started_by.over_ssh:
             raise LaunchError(

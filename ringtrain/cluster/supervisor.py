@@ -368,20 +368,13 @@ class Supervisor:
             self._poll()
             then()
 
-    def _without_init(self) -> str:
-        """Message about a job without hvd.init(); "" if it did not get that far."""
-        is_required = self.options.require_init
-        text = exit_cause.without_init(self.job.num_ranks, self.reports, self.agents.tensorflow, is_required)
-        if text and not is_required:
-            text += "; --require-init makes this an error"
-        return text
-
     def conclude(self, returncode: int, lost: HostsLost | None = None) -> JobResult:
         """Prints the exit cause last and returns the result. lost: Hosts for which the job was stopped."""
         text, launcher = "\n".join(self.output.launcher_lines), self.options.launcher
         result = exit_cause.decide(returncode, self.reports, text, self.output.tails, launcher, self.lost_hosts)
-        if not result.exit_code and (text := self._without_init()):
-            result = JobResult(2 if self.options.require_init else 0, text)
+        if not result.exit_code:
+            met = exit_cause.without_init(self.job.num_ranks, self.reports, self.agents.tensorflow)
+            result = JobResult(0, met or exit_cause.without_reduction(self.reports))
         if lost is not None:
             result = JobResult(2, str(lost))
         elif self.stopped_by and result.exit_code:

@@ -46,20 +46,6 @@ class PlannedPlacement:
         places = ((name, local_rank) for name, slots in self.hosts for local_rank in range(slots))
         return list(itertools.islice(places, max(0, self.size)))
 
-    def counts(self, rank: int) -> dict[str, int]:
-        """Sizes that a rank should find; without hosts only the number of ranks."""
-        ranks = self.ranks()
-        if rank >= len(ranks):
-            return {"ranks": self.size}
-        host, local_rank = ranks[rank]
-        sizes = Counter(name for name, _ in ranks)
-        return {
-            "ranks": self.size,
-            "local rank": local_rank,
-            "ranks on this host": sizes[host],
-            "hosts with such a rank": sum(size > local_rank for size in sizes.values()),
-        }
-
     def to_json(self) -> str:
         """Plan as JSON, without its hosts if they are too long for an environment variable."""
         text = json.dumps(asdict(self))

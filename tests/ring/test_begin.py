@@ -54,20 +54,17 @@ def test_what_init_writes_trains_as_it_is_and_is_listed(tmp_path: Path) -> None:
     assert run(0, [*RINGTRAIN, "report"], LIMIT_S, cwd=tmp_path).stdout == f"{listed[0]['folder']}/report.html\n"
 
 
-@pytest.mark.parametrize("required", [[], ["--require-init"]], ids=["warning", "error"])
-def test_ranks_that_never_met_are_named(tmp_path: Path, required: list[str]) -> None:
+def test_ranks_that_never_met_are_named(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text(ALONE)
-    ended = run(
-        0, [*RINGTRAIN, "train", "-H", "localhost:2", *required, "alone.py"], LIMIT_S, {LEASE: "6"}, cwd=tmp_path
-    )
-    assert ended.returncode == (2 if required else 0)
+    ended = run(0, [*RINGTRAIN, "train", "-H", "localhost:2", "alone.py"], LIMIT_S, {LEASE: "6"}, cwd=tmp_path)
+    assert ended.returncode == 0
     last = ended.stderr.splitlines()[-1]
     assert last.startswith("ringtrain: 2 ranks ran without meeting: they load TensorFlow without Horovod or MPI")
 
 
 def test_ranks_that_follow_the_hint_and_keep_fit_are_told_that_their_models_differ(tmp_path: Path) -> None:
     (tmp_path / "kept.py").write_text(BY_ITSELF)
-    ended = run(0, [*RINGTRAIN, "train", "-np", "2", "--require-init", "kept.py"], LIMIT_S, cwd=tmp_path)
+    ended = run(0, [*RINGTRAIN, "train", "-np", "2", "kept.py"], LIMIT_S, cwd=tmp_path)
     last = ended.stderr.splitlines()[-1]
     told = "ringtrain: 2 ranks called hvd.init() and trained a model of their own each, without reducing gradients: "
-    assert ended.returncode == 2 and last.startswith(f"{told}checksums of the weights are rank 0: "), last
+    assert ended.returncode == 0 and last.startswith(f"{told}checksums of the weights are rank 0: "), last

@@ -462,17 +462,6 @@ def test_a_launcher_that_starts_nothing_is_named_in_time(launch, tmp_path: Path)
     assert started.left() == {}
 
 
-def test_under_bare_horovodrun_ranks_compare_with_what_it_was_told(launch) -> None:
-    """Two names of one machine: to horovodrun two hosts, to its ranks one."""
-    told = ["horovodrun", "-np", "2", "-H", "localhost:1,127.0.0.1:1"]
-    # Not a fork: its ancestors are to be looked at.
-    code, stderr = launch(*told, *python("import ringtrain.hvd as hvd; hvd.init()")).end()
-    assert code != 0
-    said = re.sub(r"\[1,\d\]<stderr>:", "", stderr)
-    assert re.search(r"PlacementError: ranks are not where `mpirun .*-H localhost:1,127.0.0.1:1 .*` has them", said)
-    assert re.search(r"ranks on this host +1 +2", said)
-
-
 PARENT = """
 import os, shlex, sys
 import ringtrain.hvd as hvd

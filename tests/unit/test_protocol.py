@@ -89,13 +89,6 @@ def test_a_long_table_is_cut() -> None:
     assert len(said.splitlines()) < 25
 
 
-def test_what_a_rank_should_find_around_it() -> None:
-    uneven = PlannedPlacement(6, (("a", 1), ("b", 2), ("c", 3)))
-    assert uneven.counts(0) == {"ranks": 6, "local rank": 0, "ranks on this host": 1, "hosts with such a rank": 3}
-    assert uneven.counts(5) == {"ranks": 6, "local rank": 2, "ranks on this host": 3, "hosts with such a rank": 1}
-    assert PlannedPlacement(6).counts(3) == {"ranks": 6}
-
-
 def test_the_plan_survives_the_environment_and_large_ones_lose_their_hosts() -> None:
     assert PlannedPlacement.from_json(TWO_HOSTS.to_json()) == TWO_HOSTS
     large = PlannedPlacement(80_000, tuple((f"host{number}.cluster.local", 8) for number in range(10_000)))
