@@ -8,7 +8,6 @@ reports on standard error (ringtrain.protocol.failures) are removed from its out
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import selectors
 import signal
@@ -144,9 +143,7 @@ class Supervisor:
         self._files.enter_context(written_files(plan, self.job.files_folder))
         self._heartbeats.start()
         self.prepare(plan)
-        plan = planner(replace(self.job, local_networks=self.agents.local_networks()))
-        self.check_networks(plan)
-        return plan
+        return planner(replace(self.job, local_networks=self.agents.local_networks()))
 
     def prepare(self, plan: Plan) -> None:
         """Starts an agent on every host. Raises LaunchError if one does not answer or lacks the program."""
@@ -154,28 +151,6 @@ class Supervisor:
         others = [name for name in names if name not in self.here]
         has_ranks_here = len(others) < len(names) or not names
         self.agents.connect(others, has_ranks_here, self._poll_unless_stopped)
-
-    def check_networks(self, plan: Plan) -> None:
-        """Prints which hosts cannot report their networks, if the plan excludes local ones.
-
-        Raises LaunchError for a host without an address in --subnet, which Open MPI would ignore.
-        """
-        if self.job.subnet:
-            subnet = ipaddress.ip_network(self.job.subnet, strict=False)
-            for agent in self.agents.of_hosts():
-                addresses = [place.ip for place, _ in host_agent.interfaces(agent.networks)]
-                # Hosts report addresses of IPv4 only.
-                if subnet.version == 4 and addresses and not any(address in subnet for address in addresses):
-                    raise LaunchError(
-                        f"{agent.name} has no address in --subnet {self.job.subnet}, but"
-                        f" {', '.join(map(str, addresses[:MAX_SHOWN]))}: give the network that all hosts are in"
-                    )
-        unknown = [agent.name for agent in self.agents.of_hosts() if not agent.networks]
-        if unknown and "btl_tcp_if_exclude" in plan.argv:
-            say(
-                f"networks of {', '.join(unknown[:MAX_SHOWN])} were not compared (no `ip` there): if ranks do not"
-                f" connect, install iproute2 or give --subnet"
-            )
 
     # ---- while it runs --------------------------------------------------------------------------------------------
 

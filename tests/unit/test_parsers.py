@@ -29,7 +29,6 @@ from ringtrain.cluster.host_agent import SAYS
 from ringtrain.cluster.hosts import parse_hostfile, parse_hosts
 from ringtrain.cluster.job import explain
 from ringtrain.cluster.launch_options import LaunchOptions
-from ringtrain.cluster.plans import mpirun
 from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import CheckpointError, ConfigError, HostsError, LaunchError
 from ringtrain.lab import postmortem, runs, sweep
@@ -281,10 +280,6 @@ def test_what_host_agents_and_ranks_report_ends_in_a_result(data: st.DataObject)
     lines = st.sampled_from(AGENT).flatmap(damaged)
     watch.agents.read(agent, "\n".join(data.draw(st.lists(lines, max_size=4))).encode(errors="surrogatepass"))
     watch.agents.local_networks()
-    job = replace(TWO_HOSTS, subnet="10.1.0.0/16")
-    watch.job = job
-    with contextlib.suppress(LaunchError):
-        watch.check_networks(mpirun.plan(job, "openmpi4"))
     for line in data.draw(st.lists(st.sampled_from(REPORTS).flatmap(damaged), max_size=4)):
         watch.output.add(line.encode(errors="surrogatepass") + b"\n")
     assert all(watch._agent_host(rank) in ("", "host1", "host2") for rank in watch.reports.ranks)
