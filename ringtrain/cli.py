@@ -20,7 +20,6 @@ from ringtrain.protocol.env import is_activated, path_with_own
 STARTS_RANKS = (
     "np",
     "ps",
-    "workers",
     "hostfile",
     "hosts",
     "include",

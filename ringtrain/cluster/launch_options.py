@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from ringtrain.errors import LaunchError
@@ -79,9 +79,7 @@ class JobOptions:
     np: Annotated[int | None, Argument("N", ("-np",))] = None
     """number of ranks (all slots)"""
     ps: Annotated[int | None, Argument("P")] = None
-    """number of ranks that are parameter servers"""
-    workers: Annotated[int | None, Argument("W")] = None
-    """number of ranks that train besides them; -np is the sum of both"""
+    """number of ranks that are parameter servers; the others train"""
     launcher: Annotated[str, Argument("NAME", choices=tuple(LAUNCHERS))] = "mpirun"
     """program that starts the ranks"""
     bind: Literal["none", "core"] = "none"
@@ -219,7 +217,7 @@ class LaunchOptions(
         return LAUNCHERS[self.launcher]
 
     def checked(self) -> LaunchOptions:
-        """These options, with -np set if some ranks are parameter servers. Raises LaunchError for invalid ones."""
+        """These options. Raises LaunchError for invalid ones."""
         if not self.command:
             raise LaunchError("got no command to run: ringtrain launch [options] python -m ringtrain.train ...")
         if as_main.reads_its_program(self.command):
@@ -237,9 +235,9 @@ class LaunchOptions(
         if self.bind == "core" and self.threads < 1:
             raise LaunchError("got --bind core without --threads: give --threads N, the number of cores of each rank")
         self._check_launcher()
-        if self.ps is None and self.workers is None:
-            return self
-        return self._with_roles()
+        if self.ps is not None:
+            self._check_servers(self.ps)
+        return self
 
     def _check_launcher(self) -> None:
         for group, launchers in ONLY_WITH.items():
@@ -268,24 +266,16 @@ class LaunchOptions(
             raise LaunchError(
                 f"got --launcher {self.launcher} with --elastic, which runs horovodrun over Gloo: leave it out"
             )
-        if self.ps or self.workers:
-            raise LaunchError("got --ps or --workers with --elastic, whose ranks are all alike: leave them out")
+        if self.ps:
+            raise LaunchError("got --ps with --elastic, whose ranks are all alike: leave it out")
 
-    def _with_roles(self) -> LaunchOptions:
+    def _check_servers(self, num_servers: int) -> None:
         if self.launcher in ("horovodrun-gloo", "spark"):
-            raise LaunchError(f"got --ps or --workers with --launcher {self.launcher}, whose ranks have no MPI")
-        num_servers = 1 if self.ps is None else self.ps
-        if num_servers < 1 or (self.workers is not None and self.workers < 1):
-            raise LaunchError(f"got --ps {num_servers} --workers {self.workers}, expected 1 or more of each")
-        if self.workers is None:
-            if self.np is not None and self.np <= num_servers:
-                raise LaunchError(f"got --ps {num_servers} with -np {self.np}: no rank is left to be a worker")
-            return replace(self, ps=num_servers)
-        if self.np not in (None, num_servers + self.workers):
-            raise LaunchError(
-                f"got -np {self.np} with --ps {num_servers} --workers {self.workers}: leave out one of the three"
-            )
-        return replace(self, ps=num_servers, np=num_servers + self.workers)
+            raise LaunchError(f"got --ps with --launcher {self.launcher}, whose ranks have no MPI")
+        if num_servers < 1:
+            raise LaunchError(f"got --ps {num_servers}, expected 1 or more")
+        if self.np is not None and self.np <= num_servers:
+            raise LaunchError(f"got --ps {num_servers} with -np {self.np}: no rank is left to be a worker")
 
 
 def add_options(

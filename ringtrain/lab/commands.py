@@ -19,7 +19,7 @@ from ringtrain.options import Command, Given, Parser, add, options_of, read
 
 ON_RANKS = (HostOptions, JobOptions, RestartOptions)
 """options of launch that a command which starts ranks has"""
-NOT_MEASURED = ("tuned", "ps", "workers", "output")
+NOT_MEASURED = ("tuned", "ps", "output")
 """but for these"""
 
 

@@ -50,7 +50,7 @@ class Kind:
     def launch_words(self, copies: int, servers: int) -> list[str]:
         """Options of ringtrain launch for this many copies of the model, and servers if it uses any."""
         if self.has_servers:  # servers mostly wait: they need no slots of their own
-            return ["--ps", str(servers), "--workers", str(copies), "--oversubscribe"]
+            return ["--ps", str(servers), "-np", str(servers + copies), "--oversubscribe"]
         return ["-np", "1" if self.is_one_process else str(copies)]
 
 
@@ -92,7 +92,7 @@ def num_servers(config: Config, environ: Mapping[str, str] = os.environ) -> int:
     if launched and not STRATEGIES[config.strategy.name].has_servers:
         raise ConfigError(
             f"strategy.name: {config.strategy.name} has no parameter servers, which ringtrain launch --ps asks for:"
-            f" leave out --ps and --workers, or train with ps-async or ps-sync"
+            f" leave out --ps, or train with ps-async or ps-sync"
         )
     if launched and configured not in (launched, Config().strategy.servers):
         raise ConfigError(

@@ -13,7 +13,7 @@ from ringtrain.strategies.parameter_server.cluster import OPEN_TO_ALL
 TIMEOUT_S = 300.0
 
 
-@pytest.mark.parametrize(("strategy", "roles"), [("ps-sync", ["--ps", "1", "--workers", "1"]), ("multi-worker", [])])
+@pytest.mark.parametrize(("strategy", "roles"), [("ps-sync", ["--ps", "1", "-np", "2"]), ("multi-worker", [])])
 def test_tensorflows_servers_train_between_hosts(
     two_hosts: lab.Lab, strategy: str, roles: list[str], tmp_path: Path
 ) -> None:

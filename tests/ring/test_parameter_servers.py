@@ -29,7 +29,7 @@ LIMIT_S = 300
 def launch(
     folder: Path,
     *words: object,
-    roles: tuple[object, ...] = ("--ps", 2, "--workers", 2),
+    roles: tuple[object, ...] = ("--ps", 2, "-np", 4),
     slots: int = 4,
     warm: bool = True,
 ):
@@ -75,7 +75,7 @@ def test_all_workers_together_are_the_ring(ring: Path, tmp_path: Path) -> None:
 
     cut_off(ring, tmp_path / "cut", 30)
     words = ["--strategy.name", "ps-sync"]
-    ended = launch(tmp_path / "cut", *words, roles=("--ps", 1, "--workers", 2), slots=3, warm=False)  # for its stderr
+    ended = launch(tmp_path / "cut", *words, roles=("--ps", 1, "-np", 3), slots=3, warm=False)  # for its stderr
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "after step 30," in ended.stdout and "2 workers, one copy of the weights: gradients averaged" in ended.stdout
     assert summary(tmp_path / "cut")["checksum"] == of_ring["checksum"]
@@ -85,7 +85,7 @@ def test_all_workers_together_are_the_ring(ring: Path, tmp_path: Path) -> None:
 
 def test_a_nest_of_inputs_trains_as_in_the_ring(tmp_path: Path) -> None:
     pairs = ["--data.name", "odd_model:pairs", "--model.name", "odd_model:of_pairs", "--optimizer.clip-norm", "0"]
-    servers = {"ring": (("-np", 2), 2), "ps-sync": (("--ps", 1, "--workers", 2), 3)}
+    servers = {"ring": (("-np", 2), 2), "ps-sync": (("--ps", 1, "-np", 3), 3)}
     found = {}
     for name, (roles, slots) in servers.items():
         ended = launch(tmp_path / name, *pairs, "--strategy.name", name, roles=roles, slots=slots)
@@ -117,7 +117,7 @@ def test_a_worker_that_dies_is_done_without_and_taken_back(tmp_path: Path) -> No
     """Of two workers, the one that stays is so slow that the other one is back before it has done all the work."""
     chaos = "rank=1 step=1 mode=slow seconds=0.25, rank=2 step=20 mode=sigkill"
     words = ["--strategy.name", "ps-async", "--chaos", chaos, "--train.epochs", 4]
-    ended = launch(tmp_path, *words, roles=("--ps", 1, "--workers", 2), slots=3, warm=False)
+    ended = launch(tmp_path, *words, roles=("--ps", 1, "-np", 3), slots=3, warm=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = summary(tmp_path)
     told, steps = found["strategy"], found["global_step"]
@@ -133,11 +133,11 @@ def test_a_worker_that_dies_is_done_without_and_taken_back(tmp_path: Path) -> No
 def test_updates_under_way_at_a_stop_are_no_steps_of_the_run(tmp_path: Path) -> None:
     """Three workers without locks: Keras' own way to count would lose updates that come at the same time."""
     words = ["--strategy.name", "ps-async", "--model.name", "mlp", "--chaos", "rank=0 step=60 mode=sigterm"]
-    ended = launch(tmp_path, *words, roles=("--ps", 2, "--workers", 3), slots=5)
+    ended = launch(tmp_path, *words, roles=("--ps", 2, "-np", 5), slots=5)
     assert ended.returncode == 143, ended.stdout + ended.stderr
     stopped, steps = summary(tmp_path)["global_step"], EPOCHS * math.ceil(1437 / 32)
     assert 60 <= stopped < steps and counted(tmp_path, stopped) >= stopped
-    ended = launch(tmp_path, *words, roles=("--ps", 2, "--workers", 3), slots=5)
+    ended = launch(tmp_path, *words, roles=("--ps", 2, "-np", 5), slots=5)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert f"after step {stopped}," in ended.stdout and counted(tmp_path, steps) == steps
     # In turns: on one server the two kernels and the number of updates, on the other the two biases and the rate.

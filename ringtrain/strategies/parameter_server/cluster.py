@@ -149,7 +149,7 @@ def meet(config: Config, servers: int) -> RankGroup:
     if launched_rank() is None:
         raise LaunchError(
             f"strategy.name: {config.strategy.name} has ranks for servers and workers, this is one process alone:"
-            f" ringtrain launch --ps {servers} --workers 2 -- python -m ringtrain.train ..."
+            f" ringtrain launch --ps {servers} -np {servers + 2} -- python -m ringtrain.train ..."
         )
     if launched_rank() == 0:
         # On exit Open MPI calls its copy of hwloc, or TensorFlow's if that was loaded later.
@@ -160,7 +160,7 @@ def meet(config: Config, servers: int) -> RankGroup:
     if comm.size <= servers:
         raise LaunchError(
             f"strategy.servers: got {servers}, and {comm.size} ranks, of which none is left to work: ringtrain launch"
-            f" --ps {servers} --workers 2 -- ..."
+            f" --ps {servers} -np {servers + 2} -- ..."
         )
     backup = config.strategy.backup_workers
     if backup >= comm.size - servers:
