@@ -43,15 +43,8 @@ class Kind:
     """RINGTRAIN_COLLECTIVES; "": Horovod"""
     has_servers: bool = False
     """whether rank 0 coordinates servers and workers, and trains alone"""
-    is_one_process: bool = False
     trains_streams: bool = True
     """whether it trains batches of a tf.data.Dataset, PyDataset or generator, besides numbered rows"""
-
-    def launch_words(self, copies: int, servers: int) -> list[str]:
-        """Options of ringtrain launch for this many copies of the model, and servers if it uses any."""
-        if self.has_servers:  # servers mostly wait: they need no slots of their own
-            return ["--ps", str(servers), "-np", str(servers + copies), "--oversubscribe"]
-        return ["-np", "1" if self.is_one_process else str(copies)]
 
 
 def _class(path: str) -> Callable[..., Strategy]:
@@ -62,7 +55,7 @@ def _class(path: str) -> Callable[..., Strategy]:
 STRATEGIES = {
     "ring": Kind(_class("ring:Ring"), collectives=""),
     "mpi-ring": Kind(_class("ring:Ring")),
-    "towers": Kind(_class("mirrored:Towers"), is_one_process=True, trains_streams=False),
+    "towers": Kind(_class("mirrored:Towers"), trains_streams=False),
     "multi-worker": Kind(_class("mirrored:MultiWorker"), trains_streams=False),
     "ps-async": Kind(
         _class("parameter_server.asynchronous:Asynchronous"), ALONE, has_servers=True, trains_streams=False
