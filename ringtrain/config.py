@@ -92,8 +92,6 @@ class ModelConfig:
     split: Annotated[str, rule.SPLIT] = ""
     """layers:K divides the model into K consecutive stages, columns:K the kernels of its layers; each part is on a GPU
     of its own, and a rank has K GPUs"""
-    stages: Annotated[tuple[str, ...], Need("model.split layers:K", lambda config: "layers" in config.model.split)] = ()
-    """layers with which the second and further stages begin; without it, the largest stage is made small"""
     micro_batches: Annotated[int, AT_LEAST_1] = 1
     """parts of a rank's batch, whose gradients are averaged; stages of a split model work on several at a time"""
 

@@ -41,7 +41,6 @@ FREE = (
     "train.check_every_steps",
     "train.patience",
     "model.split",
-    "model.stages",
     "optimizer.learning_rate",  # with the options that scale it: the resulting rate is compared
     "optimizer.reference_batch_size",
     "schedule.warmup_start",

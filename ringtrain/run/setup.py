@@ -153,8 +153,7 @@ def split_model(model: keras.Model, config: Config) -> dict[str, str]:
     layers = options.num_devices if "layers" in options.split else 1
     columns = options.num_devices if "columns" in options.split else 1
     try:
-        begins = options.stages if layers > 1 else ()
-        stages = hvd.split(model, layers, options.micro_batches, begins, columns)
+        stages = hvd.split(model, layers, options.micro_batches, columns)
     except ValueError as error:
         raise ConfigError(f"model.{error}") from None
     # What each device holds, as the user has to see whether it fits.

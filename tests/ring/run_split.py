@@ -175,7 +175,7 @@ def all_of_a_part_runs_on_its_device() -> None:
     """Matrix products of both directions, slots and updates, as executed; control: one stage, on one device."""
     for ways, products, updates in (
         ({}, {"CPU:0": 11}, {"CPU:0": 8}),
-        ({"layers": 2, "stages": ["dense-24"]}, {"CPU:0": 2, "CPU:1": 9}, {"CPU:0": 2, "CPU:1": 6}),
+        ({"layers": 2}, {"CPU:0": 2, "CPU:1": 9}, {"CPU:0": 2, "CPU:1": 6}),
         ({"columns": 2}, {"CPU:0": 11, "CPU:1": 11}, {"CPU:0": 8, "CPU:1": 6}),
     ):
         model = compiled(dense, lambda: keras.optimizers.SGD(0.1, momentum=0.9), **{"layers": 1, **ways})

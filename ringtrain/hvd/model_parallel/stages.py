@@ -55,7 +55,6 @@ def split(
     model: keras.Model,
     layers: int = 1,
     micro_batches: int = 1,
-    stages: Sequence[str] = (),
     columns: int = 1,
     devices: Sequence[str] = (),
 ) -> list[Stage]:
@@ -75,7 +74,6 @@ def split(
         layers: Number of stages. Where to cut is chosen such that the largest stage has as few bytes as possible:
             those of weights, gradients and two slots, and of the outputs of 32 rows.
         micro_batches: Number of parts of each batch; a batch must have at least as many rows.
-        stages: Names of the layers with which the second and further stages begin.
         columns: Number of parts of each Dense, Conv and Embedding layer, in place of stages: output columns, or the
             input rows that belong to the columns of the layer before. Outputs are joined or added up, so weights are
             equal to those of the unsplit model but for rounding. `hvd.whole_variables(model.weights)` shows them as
@@ -94,7 +92,7 @@ def split(
     if columns > 1 and layers > 1:
         raise ValueError("split: got layers and columns: choose one")
     devices = devices or own_devices(max(layers, columns))
-    parts = stages_of(functional, layers, stages, devices[:layers])
+    parts = stages_of(functional, layers, devices[:layers])
     for stage in parts:
         for variable in stage.model.variables:
             move(variable, stage.device)
@@ -133,24 +131,14 @@ def own_devices(number: int) -> list[str]:
     return [f"{kind}:{index}" for index in range(number)]
 
 
-def stages_of(model: keras.Model, number: int, begins: Sequence[str], devices: Sequence[str]) -> list[Stage]:
-    """Stages of a functional model, cut at the layers that are named, or so that the largest is small."""
+def stages_of(model: keras.Model, number: int, devices: Sequence[str]) -> list[Stage]:
+    """Stages of a functional model, cut so that the largest is small."""
     nodes = nodes_of(model)
     cuts = places_to_cut(nodes, model.outputs)
-    indices = {nodes[index].operation.name: index for index in cuts}
-    if begins:
-        for name in begins:
-            if name not in indices:
-                raise ValueError(f"split: no stage can begin with layer {name}: expected some of {', '.join(indices)}")
-        chosen = [indices[name] for name in begins]
-        if chosen != sorted(set(chosen)) or len(chosen) != number - 1:
-            raise ValueError(f"split: {number} stages begin with {number - 1} layers in the model's order")
-    elif len(cuts) < number - 1:
-        raise ValueError(
-            f"split: {number} stages, but the model can be cut at {len(cuts)} places: {', '.join(indices)}"
-        )
-    else:
-        chosen = balanced([cost_of(node) for node in nodes], [*cuts], number)
+    if len(cuts) < number - 1:
+        names = ", ".join(nodes[index].operation.name for index in cuts)
+        raise ValueError(f"split: {number} stages, but the model can be cut at {len(cuts)} places: {names}")
+    chosen = balanced([cost_of(node) for node in nodes], [*cuts], number)
     # A stage ends where the next one begins.
     edges = [model._inputs_struct, *(cuts[index] for index in chosen), model._outputs_struct]
     models = map(keras.Model, edges[:-1], edges[1:])
