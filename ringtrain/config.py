@@ -202,8 +202,6 @@ class CheckpointConfig:
     """epochs between two checkpoints; 0: none after epochs. The end of the run is always saved"""
     every_steps: Annotated[int, AT_LEAST_0] = 0
     """steps between two checkpoints within an epoch; 0: none"""
-    every_minutes: Annotated[float, rule.FINITE] = 0.0
-    """minutes between two checkpoints, rounded up to the next agreement (health.agree_every_steps); 0: none"""
     keep: Annotated[int, AT_LEAST_1] = 3
     """number of newest checkpoints to keep"""
 

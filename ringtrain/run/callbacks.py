@@ -28,7 +28,6 @@ class Callbacks:
         self.stop = stopping.StopTogether(run)
         self.saver = saver.Saver(
             run,
-            is_due=lambda: self.stop.save_is_due,
             while_saving=faults.while_saving,
             is_ended=lambda: self.stop.is_ended,
         )

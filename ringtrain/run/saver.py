@@ -29,14 +29,13 @@ if TYPE_CHECKING:
 
 
 class Saver(keras.callbacks.Callback):
-    """Saves the state of a run at the intervals of config.checkpoint, in steps, epochs and minutes.
+    """Saves the state of a run at the intervals of config.checkpoint, in steps and epochs.
 
     The training thread takes references to the state; another thread of rank 0 copies and writes it. A checkpoint that
     cannot be written, e.g. on a full disk, is skipped; only the last one is required. It must be on every rank, after
     callbacks that add to an epoch's metrics and after `StopTogether`.
 
     Args:
-        is_due: whether the ranks have agreed to save now; the same on every rank.
         while_saving: called on rank 0 with the global step, in the middle of every save.
         is_ended: whether a callback has ended the run.
 
@@ -50,7 +49,6 @@ class Saver(keras.callbacks.Callback):
     def __init__(
         self,
         run: Run,
-        is_due: Callable[[], bool] = lambda: False,
         while_saving: Callable[[int], None] = lambda global_step: None,
         is_ended: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -62,7 +60,7 @@ class Saver(keras.callbacks.Callback):
         common = identity.in_common(run.config, run.job.numbers, run.job.checksums, run.job.of_name)
         self.facts |= {"versions": tracking.versions(), "in_common": common}
         self.metrics = dict(run.start.metrics)
-        self.is_due, self.while_saving, self.is_ended = is_due, while_saving, is_ended
+        self.while_saving, self.is_ended = while_saving, is_ended
         self.callback_state: CallbackState | None = run.job.callback_state
         if run.job.users_callbacks and self.callback_state is None:
             self.callback_state = CallbackState(run.job.users_callbacks, run.job.model)
@@ -85,15 +83,16 @@ class Saver(keras.callbacks.Callback):
         if self._written and self._written.done():
             self.wait()  # raises the error of the writer
         every = self.config.checkpoint.every_steps
-        due = self.is_due() or (every and self.clock.passed(every))
-        if due and not self.clock.epoch_complete:  # otherwise on_epoch_end saves, with the epoch's metrics
+        if (
+            every and self.clock.passed(every) and not self.clock.epoch_complete
+        ):  # otherwise on_epoch_end saves, with the epoch's metrics
             self.save()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         if self.clock.epoch_complete:
             self.metrics = {name: float(value) for name, value in (logs or {}).items() if tracking.is_number(value)}
             every = self.config.checkpoint.every_epochs
-            if self.is_due() or (every and (epoch + 1) % every == 0):
+            if every and (epoch + 1) % every == 0:
                 self.save()
         if self.model.stop_training or epoch + 1 == self.config.train.epochs:
             # Now: callbacks and averaged weights replace those with which training would continue.

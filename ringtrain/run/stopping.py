@@ -89,7 +89,6 @@ class StopTogether(keras.callbacks.Callback):
     before those that save.
 
     Attributes:
-        save_is_due: whether the ranks have just agreed that checkpoint.every_minutes is over; the same on every rank.
         stopped_by: why training ended before its last step: a signal's name, "train.max_time_s" or "a callback"; "" if
             it did not.
         is_ended: whether a callback has asked for the end, also if a signal came first; the same on every rank.
@@ -103,14 +102,13 @@ class StopTogether(keras.callbacks.Callback):
         self._agrees_each_step = any(map(has_batch_hooks, run.job.users_callbacks))
         """whether a callback of this rank may ask for the end after any step; the ranks agree on that, too"""
         self._has_agreed = False
-        self.save_is_due = False
         before = run.start.ending
         self.is_ended = before.is_ended or run.start.is_ended
         self.stopped_by = before.stopped_by
         if self.is_ended:
             self.stopped_by = self.stopped_by or A_CALLBACK
         self._reason = before.requested
-        self._begin_s = self._saved_s = time.monotonic()
+        self._begin_s = time.monotonic()
         self._first_bad_step = 0
 
     @property
@@ -136,7 +134,6 @@ class StopTogether(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         global_step = self.run.clock.global_step
-        self.save_is_due = False
         self._read_stop_training()
         if not self._first_bad_step and not _is_finite(logs or {}):
             self._first_bad_step = global_step
@@ -161,22 +158,19 @@ class StopTogether(keras.callbacks.Callback):
     def _agree(self) -> None:
         run, now_s = self.run, time.monotonic()
         time_is_up = run.rank == 0 and 0 < run.config.train.max_time_s < now_s - self._begin_s
-        save = run.rank == 0 and 0 < 60 * run.config.checkpoint.every_minutes < now_s - self._saved_s
         ends_quietly = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in run.job.users_callbacks)
-        requests = [run.signals.received, time_is_up, bool(self._reason), save, ends_quietly, self._agrees_each_step]
+        requests = [run.signals.received, time_is_up, bool(self._reason), ends_quietly, self._agrees_each_step]
         batches = run.strategy.fingerprint() or 0
         problems = [self._first_bad_step > 0, run.lock.is_lost]
         local = np.array([*problems, *requests, batches, -batches], np.int32)
         if run.size > 1:
             local = hvd.allreduce(local, op=hvd.Max, name="ringtrain_stop").numpy()
-        bad, taken_over, number, time_is_up, requested, save, ends_quietly, each, highest, lowest = local
+        bad, taken_over, number, time_is_up, requested, ends_quietly, each, highest, lowest = local
         self._has_agreed = True
         if each:
             self.every_steps = {1}
         if highest != -lowest:
             self._raise_other_batches(batches)
-        if save:
-            self.save_is_due, self._saved_s = True, now_s
         if taken_over:
             hvd.run_together(run.lock.raise_if_lost)
         if bad and not ends_quietly:

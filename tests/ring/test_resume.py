@@ -82,15 +82,6 @@ def test_a_time_limit_is_a_planned_stop(tmp_path: Path) -> None:
     assert summary(tmp_path)["global_step"] < 10_000 * STEPS_PER_EPOCH
 
 
-def test_checkpoints_by_the_clock_are_made_where_the_ranks_agree(tmp_path: Path) -> None:
-    """After each agreement, the first step's included, if six milliseconds have passed; none at the end of epochs."""
-    options = ["--checkpoint.every-steps", 0, "--checkpoint.every-epochs", 0, "--health.agree-every-steps", 5]
-    train(tmp_path, *options, "--checkpoint.every-minutes", "0.0001", "--train.epochs", 1)
-    steps = [int(path.name.removeprefix("step-")) for path in checkpoints(tmp_path)]
-    assert set(steps) <= {1, 5, 10, 15, 20, 23} and len(steps) > 2
-    assert summary(tmp_path)["saves"]["count"] == len(steps)
-
-
 def test_nan_on_one_rank_ends_all_and_names_it(tmp_path: Path) -> None:
     finished = train(tmp_path, "--chaos", "rank=1 step=7 mode=nan", code=2)
     assert "on rank 1 " in finished.stderr
