@@ -83,9 +83,8 @@ class Saver(keras.callbacks.Callback):
         if self._written and self._written.done():
             self.wait()  # raises the error of the writer
         every = self.config.checkpoint.every_steps
-        if (
-            every and self.clock.passed(every) and not self.clock.epoch_complete
-        ):  # otherwise on_epoch_end saves, with the epoch's metrics
+        # At the end of an epoch, on_epoch_end saves, with its metrics.
+        if every and self.clock.passed(every) and not self.clock.epoch_complete:
             self.save()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
