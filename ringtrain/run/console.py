@@ -101,7 +101,7 @@ def speed(samples_per_s: float, samples: str = "images") -> str:
 
 
 def show_plan(run: Run) -> None:
-    """Prints the plan, with every number derived from the configuration; the job's own rows replace those."""
+    """Prints the plan, with every number derived from the configuration, for which the job may have others."""
     config, strategy, numbers = run.config, run.strategy, run.job.numbers
     placement = strategy.placement(numbers, run.pinning, run.hosts)
     rates = schedules.in_words(schedules.schedule_of(config, numbers), numbers.steps_per_epoch)

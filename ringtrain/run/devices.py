@@ -63,12 +63,9 @@ def plan(
     host: str,
     num_devices: int = 1,
 ) -> Pinning:
-    """Plans the devices of one rank without communication.
+    """Plans the devices of one rank: its GPUs by its local rank, and its share of the cores of all ranks of the host.
 
-    A rank gets GPU number local_rank, or the only one if a launcher shows each rank its own GPU; `check_placement`
-    detects a GPU that two ranks share. With `num_devices` it gets those from local_rank x num_devices on. Threads are
-    this rank's share of `host_cores`, which all ranks of the host may use. Raises DeviceError if there are too few GPUs
-    and sharing is not enabled.
+    Raises DeviceError if there are too few GPUs and sharing is not enabled.
     """
     share = max(1, host_cores // (local_size * num_devices))
     num_threads = options.threads or max(1, min(own_cores, share))
@@ -131,13 +128,8 @@ def pin(
 ) -> Pinning:
     """Configures TensorFlow for this rank's devices. Call it before anything uses a device.
 
-    If `environ` shows that other jobs have slots on this host, all slots share the cores. Raises DeviceError as `plan`;
-    all GPUs are then hidden, so that ranks can still exchange the error. Also raises it if this process already uses
-    other devices.
-
-    Args:
-        num_devices: GPUs of this rank, or logical CPUs where there are no GPUs.
-        one_thread: Whether one thread computes an operation, so that its bits do not depend on the number of threads.
+    Raises DeviceError as `plan`, with all GPUs hidden, so that ranks can still exchange it; also if this process
+    already uses other devices. With `one_thread`, bits do not depend on the number of threads.
     """
     import tensorflow as tf
 

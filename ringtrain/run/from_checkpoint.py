@@ -77,11 +77,7 @@ def find_start(run: Run) -> None:
 
 
 def _restore(run: Run) -> tuple[Start, Mapping[str, Any]]:
-    """Restores the checkpoint that `find_start` has decided on, on every rank, if there is one. Collective.
-
-    Returns the position from which the run starts and, if the run is complete, its summary.json, which rank 0 then
-    prints.
-    """
+    """Restores the newest checkpoint, if there is one; returns the start, and summary.json of a complete run."""
     from ringtrain import hvd
     from ringtrain.run import identity, resume
 
@@ -247,11 +243,7 @@ def _write_config(folder: Path, config: Config, numbers: Numbers) -> None:
 
 
 def take_over(run: Run, folder: Path, records: str) -> None:
-    """Lets a rank that has become rank 0 write to the folder of its run, which its host may not have. On rank 0.
-
-    Args:
-        records: Content of metrics.jsonl so far; "" if it is not known.
-    """
+    """Lets a rank that has become rank 0 write to the folder of its run, which its host may not have. On rank 0."""
     config, lock = run.config, run.lock
     if lock.folder == folder:
         return

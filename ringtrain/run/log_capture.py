@@ -33,9 +33,8 @@ _watched_by: list[int] = []
 def watch() -> None:
     """Keeps TensorFlow's log lines off the terminal; all other standard error still reaches it.
 
-    C++ code writes to file descriptor 2 before any setting takes effect, so the descriptor becomes a pipe. A separate
-    process reads it, so that no output of a crashing rank is lost. Call it before any thread is started. A further call
-    in this process begins another run: what follows belongs to the log that `log_to` names next.
+    A process reads it through a pipe, so that no output of a crashing rank is lost. Call it before any thread is
+    started. A further call begins another run, with a log of its own.
     """
     if is_on():
         with contextlib.suppress(BrokenPipeError):  # the watcher was killed

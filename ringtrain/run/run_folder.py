@@ -65,11 +65,9 @@ def default_name(script_or_data: str, now_s: float | None = None) -> str:
 
 
 def create_folder(parent: Path, name: str, number_if_taken: bool, reuse: bool = False) -> Path:
-    """Creates the run folder and its subfolders, or raises RunDirectoryError.
+    """Creates the run folder, with `reuse` takes that of a run, or raises RunDirectoryError.
 
-    Args:
-        number_if_taken: try name-2, name-3, ... if the name is taken; otherwise that is an error.
-        reuse: reuse the folder of a run of that name.
+    With `number_if_taken`, it tries name-2, name-3, ... where the name is taken.
     """
     candidate, number = parent / name, 1
     try:

@@ -29,21 +29,9 @@ if TYPE_CHECKING:
 
 
 class Saver(keras.callbacks.Callback):
-    """Saves the state of a run at the intervals of config.checkpoint, in steps and epochs.
+    """Saves the state of a run every so many steps and epochs; a thread of rank 0 writes it.
 
-    The training thread takes references to the state; another thread of rank 0 copies and writes it. A checkpoint that
-    cannot be written, e.g. on a full disk, is skipped; only the last one is required. It must be on every rank, after
-    callbacks that add to an epoch's metrics and after `StopTogether`.
-
-    Args:
-        while_saving: called on rank 0 with the global step, in the middle of every save.
-        is_ended: whether a callback has ended the run.
-
-    Attributes:
-        facts: plain values for the manifest.
-        metrics: those of the last complete epoch.
-        saves: statistics and failures of all saves so far, for the summary.
-        is_closed: whether nothing is saved any more, since the loss is not finite; the same on every rank.
+    A checkpoint that cannot be written, e.g. on a full disk, is skipped; only the last one is required.
     """
 
     def __init__(
@@ -67,6 +55,7 @@ class Saver(keras.callbacks.Callback):
         self.frozen_as_compiled = run.start.frozen_as_compiled
         self.saved_step = -1
         self.is_closed = run.start.ending.is_closed
+        """whether nothing is saved any more, since the loss is not finite; the same on every rank"""
         self._failed_step = -2
         self.saves: dict[str, Any] = {"count": 0, "stall_s": 0.0, "longest_stall_s": 0.0, "write_s": 0.0, "failed": []}
         self._floating = [weight for weight in run.job.model.weights if _should_be_finite(weight)]

@@ -84,14 +84,7 @@ class StopTogether(keras.callbacks.Callback):
     """Ends training on all ranks after the same step, at the request of any rank.
 
     Every few steps, the ranks exchange their requests in one small allreduce; also before every checkpoint, so that
-    none is saved after a non-finite loss. A callback on a single rank that sets `model.stop_training`, such as Keras'
-    EarlyStopping, ends all ranks as well. It must be on every rank, after all callbacks that may request a stop and
-    before those that save.
-
-    Attributes:
-        stopped_by: why training ended before its last step: a signal's name, "train.max_time_s" or "a callback"; "" if
-            it did not.
-        is_ended: whether a callback has asked for the end, also if a signal came first; the same on every rank.
+    none is saved after a non-finite loss.
     """
 
     def __init__(self, run: Run) -> None:
@@ -104,7 +97,9 @@ class StopTogether(keras.callbacks.Callback):
         self._has_agreed = False
         before = run.start.ending
         self.is_ended = before.is_ended or run.start.is_ended
+        """whether a callback has asked for the end, also if a signal came first; the same on every rank"""
         self.stopped_by = before.stopped_by
+        """a signal's name, "train.max_time_s" or "a callback"; "" if training goes on to its last step"""
         if self.is_ended:
             self.stopped_by = self.stopped_by or A_CALLBACK
         self._reason = before.requested

@@ -42,11 +42,10 @@ BETWEEN_NOTES_S, BETWEEN_NOTES = 10.0, 0.01
 
 
 class Recorder(keras.callbacks.Callback):
-    """Records and shows the progress of training; on rank 0, after all callbacks that add to an epoch's metrics.
+    """Records and shows the progress of training, on rank 0.
 
-    Speed is measured from the end of the first step (in which TensorFlow traces the model) to the end of the last,
-    without the time between epochs, in which ranks evaluate. Interrupted epochs are not recorded. Existing records of
-    steps after the resume point are dropped. `gradient_norm` is computed only for recorded steps.
+    Speed is that of the steps after the first one, in which TensorFlow traces the model, without the time between
+    epochs. Records of steps after the resume point are dropped.
     """
 
     def __init__(self, run: Run) -> None:
