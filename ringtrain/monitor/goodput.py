@@ -29,28 +29,19 @@ PARTS = {
 
 @dataclass
 class Attempt:
-    """One start of a run, or a change of its ranks.
-
-    Attributes:
-        is_start: Whether it is no change of ranks.
-        begun_s: Unix time at which it began.
-        last_s: Unix time of its last entry.
-        hosts: Number of hosts of its ranks.
-        has_ended: Whether it ended by itself: complete, or stopped by a signal or a limit.
-        num_saves: Number of checkpoints.
-        first_step, last_step: Global step after which `steps_s` is counted, and the last one known.
-        steps_s: Seconds of the steps in between.
-    """
+    """One start of a run, or a change of its ranks. Times are Unix times."""
 
     is_start: bool
     begun_s: float
     last_s: float
     hosts: int
     has_ended: bool
+    """whether it ended by itself: complete, or stopped by a signal or a limit"""
     num_saves: int
     first_step: int
     last_step: int
     steps_s: float
+    """seconds of the steps between these two"""
 
 
 @dataclass

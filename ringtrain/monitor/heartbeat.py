@@ -44,17 +44,7 @@ class Activity(Protocol):
 class Monitor:
     """Heartbeat thread of one rank, which exits the process with code 75 when the job stalls.
 
-    The constructor is a collective. A context manager around training.
-
-    Args:
-        rank: This rank.
-        size: Number of ranks.
-        activity: What this rank does.
-        timeout_s: Seconds without progress after which the job ends; 0: never. Rank 0's is every rank's.
-        broadcast: Returns rank 0's value on every rank. Collective.
-        straggler_factor: Multiple of the other ranks' time at which a rank is a straggler; 0: none is.
-        descriptor: That of this rank's status line; -1: it has none.
-        write_event: Writes an event to the rank's journal, as `Journal.write`.
+    A context manager around training. The constructor is a collective; rank 0's `timeout_s` is every rank's.
     """
 
     def __init__(
