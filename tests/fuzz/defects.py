@@ -139,8 +139,10 @@ PLANTED = (
     Mutant(
         *("a second fit without validation has an old order", EVALUATION),
         "        self.run.job.data_set.train.end_epoch(epoch - self.run.start.initial_epoch, was_stopped)\n"
-        "        if not self.run.job.numbers.num_test or not self.run.job.validation.is_due(epoch):\n            return\n",
-        "        if not self.run.job.numbers.num_test or not self.run.job.validation.is_due(epoch):\n            return\n"
+        "        if not self.run.job.numbers.num_test or not self.run.job.validation.is_due(epoch):\n"
+        "            return\n",
+        "        if not self.run.job.numbers.num_test or not self.run.job.validation.is_due(epoch):\n"
+        "            return\n"
         "        self.run.job.data_set.train.end_epoch(epoch - self.run.start.initial_epoch, was_stopped)\n",
         *(TWO, SHUFFLED + r"&\[fit\((?!~validation_(data|split)(?!~freq))" + AGAIN),
     ),
