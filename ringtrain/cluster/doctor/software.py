@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import shlex
@@ -53,14 +52,6 @@ def horovod_operations(wanted: Mapping[str, Any]) -> list[str] | None:
     if content is None:
         return None
     return [name for name, mark in classes.items() if b"N7horovod6common" + mark in content]
-
-
-def horovod_sha256(wanted: Mapping[str, Any]) -> str | None:
-    """SHA-256 of Horovod's TensorFlow library; None without a library."""
-    content = horovod_library()
-    if content is None:
-        return None
-    return hashlib.sha256(content).hexdigest()
 
 
 def ringtrain(wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,14 +158,6 @@ def check_build(probe: Probe, facts: Facts, scene: Scene) -> Cell:
     if facts["gpus"] and "NCCL" not in operations:
         text = "the host has GPUs, but Horovod was built without NCCL: gradients are reduced on the CPUs"
         return Cell(value, "warning", text, fix)
-    sha256 = facts["horovod_sha256"]
-    if sha256 is None:
-        return Cell(value)
-    value = f"{value} {sha256[:6]}"
-    local = scene.here["horovod_sha256"] or sha256
-    if sha256 != local:
-        text = f"another build of Horovod than here: its library has SHA-256 {sha256[:12]}, here {local[:12]}"
-        return Cell(value, "warning", text, _copy(scene.python.rpartition("/bin/")[0]), "here")
     return Cell(value)
 
 
@@ -269,7 +252,7 @@ CHECKS = {
     "TensorFlow": check_package("tensorflow"),
     "Keras": check_package("keras"),
     "Horovod": check_package("horovod"),
-    "built with": Check(check_build, (horovod_operations, horovod_sha256), may_lack=True),
+    "built with": Check(check_build, (horovod_operations,), may_lack=True),
     "ringtrain": Check(check_ringtrain, (ringtrain,), may_lack=True),
     "code": Check(check_code, (code,), may_lack=True),
     "job": Check(check_job, (job, installer)),
