@@ -3,7 +3,7 @@
 env:           RINGTRAIN_* environment variables, and the shell line that each rank starts with
 cores:         cores of a host, and the share of a rank in them
 for_script:    what a command tells the scripts that it starts, such as options of `ringtrain.fit`
-launchers:     environment variables of each launcher with rank, size and local rank; names of its programs
+launchers:     environment variables of each launcher with rank, size and local rank
 placement:     actual and planned placement of ranks, and the difference
 failures:      reports of a rank to its launcher on stderr: process, run, failure
 reader:        the launcher's parser of these reports

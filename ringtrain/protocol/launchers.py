@@ -1,4 +1,4 @@
-"""Environment variables with which each launcher tells a process its place in the job, and the launchers' programs."""
+"""Environment variables with which each launcher tells a process its place in the job."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ RANK_VARIABLES = {
     # SLURM_NTASKS and SLURM_PROCID are set in a batch script as well, which is no rank.
     "Slurm": RankVariables("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 }
-PROGRAMS = ("horovodrun", "mpirun", "mpiexec", "orterun", "prterun", "mpiexec.hydra")
-"""programs that start ranks, as in a process table"""
 
 
 def names(field: str) -> tuple[str, ...]:
