@@ -16,8 +16,8 @@ from simulation.transitions import never, taken
 NUM_SCHEDULES = 300
 FIRST_SEEDS = {
     "the last failure is reported": 80,
-    "a restart does not wait for a lost rank 0": 1,
-    "the exit code of a follow-up error": 170,
+    "a restart does not wait for a lost rank 0": 190,
+    "the exit code of a follow-up error": 280,
     "a signal before ranks start is forgotten": 20,
     "a lost host is not noticed": 100_001,
 }
