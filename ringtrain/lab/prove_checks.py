@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ringtrain.checkpoint import checkpoint
+from ringtrain.checkpoint.run_folder import NO_METRICS
 from ringtrain.lab import runs
 from ringtrain.lab.runs import Run
-from ringtrain.run import checkpoint
-from ringtrain.run.run_folder import NO_METRICS
 
 TOLERANCES = {"float64": 1e-9, "float32": 2e-3}
 """largest distance of weights, slots and metrics from those of one process, relative to their norm"""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from ringtrain.checkpoint.run_folder import NO_METRICS
 from ringtrain.errors import LaunchError, RunDirectoryError
 from ringtrain.lab import page, postmortem, runs
 from ringtrain.lab.page import Line
@@ -18,7 +19,6 @@ from ringtrain.lab.tables import Table, number
 from ringtrain.monitor import goodput, journal
 from ringtrain.monitor.journal import duration
 from ringtrain.options import FILE, Argument
-from ringtrain.run.run_folder import NO_METRICS
 
 PAGE = "report.html"
 Runs = Mapping[str, Run]

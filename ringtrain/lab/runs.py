@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from ringtrain.checkpoint.run_folder import NO_METRICS, is_locked, plain
 from ringtrain.derived import counted
 from ringtrain.errors import RunDirectoryError
 from ringtrain.lab import postmortem
@@ -19,7 +20,6 @@ from ringtrain.lab.tables import Table, number
 from ringtrain.monitor import goodput, journal
 from ringtrain.options import Argument
 from ringtrain.protocol.json_text import parse_json, parse_object
-from ringtrain.run.run_folder import NO_METRICS, is_locked, plain
 
 RUNS = "runs"
 MAX_METRICS = 3

@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from ringtrain.checkpoint.run_folder import RunLock
 from ringtrain.config import Config
 from ringtrain.derived import Numbers
 from ringtrain.monitor.journal import Journal, Stages
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.status import StatusLine
-from ringtrain.run.run_folder import RunLock
 
 if TYPE_CHECKING:
     import keras
 
     from ringtrain import data
+    from ringtrain.checkpoint.callback_state import SharedCallbackState
     from ringtrain.hvd import GradientNorm
     from ringtrain.hvd.step_timing import StepTimer
     from ringtrain.monitor.fault_injection import Fault
     from ringtrain.monitor.heartbeat import Monitor
-    from ringtrain.run.callback_state import SharedCallbackState
     from ringtrain.run.callbacks import Callbacks
     from ringtrain.run.console import Terminal
     from ringtrain.run.devices import Pinning

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringtrain import config_io
+from ringtrain.checkpoint import checkpoint, durable, run_folder
 from ringtrain.config import Config
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError, DataError, RunDirectoryError
 from ringtrain.protocol import failures
-from ringtrain.run import checkpoint, console, durable, log_capture, run_folder
+from ringtrain.run import console, log_capture
 from ringtrain.run.context import Opening
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def lock_folder(run: Run) -> None:
 
 def _fetch(run: Run) -> None:
     """Becomes the writer of the run's mirror, and copies the run from there if it is further than the local folder."""
-    from ringtrain.run.mirror import Mirror
+    from ringtrain.checkpoint.mirror import Mirror
 
     config, lock = run.config, run.lock
     if not config.run.name:
@@ -104,7 +105,7 @@ def _with_frozen_layers(job: Job, start: Start, is_complete: bool) -> Start:
     A script that has frozen others since, such as one that continues another run, keeps its own, which is said.
     """
     from ringtrain import hvd
-    from ringtrain.run import model_state
+    from ringtrain.checkpoint import model_state
 
     frozen = model_state.frozen_layers(job.model)
     if start.frozen is not None and start.frozen != frozen:
@@ -263,7 +264,7 @@ def take_over(run: Run, folder: Path, records: str) -> None:
 
 def _take_over_mirror(run: Run, folder: Path) -> None:
     """Becomes the writer of the run's mirror. If that cannot be reached, training continues without it."""
-    from ringtrain.run.mirror import Mirror
+    from ringtrain.checkpoint.mirror import Mirror
 
     config, lock = run.config, run.lock
     try:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ringtrain.checkpoint.checkpoint import Checkpoint
 from ringtrain.config import Config, option_types, value_of
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 from ringtrain.optimizer_kinds import OPTIMIZERS
-from ringtrain.run.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     import keras

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from ringtrain import hvd
+from ringtrain.checkpoint import callback_state
 from ringtrain.hvd.keras_patches import innermost
-from ringtrain.run import callback_state
 
 if TYPE_CHECKING:
     from ringtrain.run.context import Run

@@ -17,14 +17,15 @@ import keras
 from numpy.typing import NDArray
 
 from ringtrain import hvd
+from ringtrain.checkpoint import callback_state, checkpoint, model_state, run_folder
+from ringtrain.checkpoint.model_state import Arrays
 from ringtrain.config import Config
 from ringtrain.derived import Numbers
 from ringtrain.errors import CheckpointError, ConfigError
 from ringtrain.monitor.journal import Journal
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.status import StatusLine
-from ringtrain.run import callback_state, checkpoint, evaluation, identity, model_state, run_folder
-from ringtrain.run.model_state import Arrays
+from ringtrain.run import evaluation, identity
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ import keras
 import tensorflow as tf
 
 from ringtrain import hvd
+from ringtrain.checkpoint import checkpoint, model_state
+from ringtrain.checkpoint.callback_state import CallbackState
+from ringtrain.checkpoint.model_state import Arrays
 from ringtrain.errors import CheckpointError, NonFiniteLoss, RunDirectoryError
-from ringtrain.run import checkpoint, identity, model_state, tracking
-from ringtrain.run.callback_state import CallbackState
-from ringtrain.run.model_state import Arrays
+from ringtrain.run import identity, tracking
 
 if TYPE_CHECKING:
     from ringtrain.run.context import Run

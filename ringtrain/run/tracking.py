@@ -22,14 +22,14 @@ import tensorflow as tf
 
 import ringtrain
 from ringtrain import hvd
+from ringtrain.checkpoint import checkpoint, durable, model_state
+from ringtrain.checkpoint.run_folder import METRICS, NO_METRICS, STEPS, plain, write_summary
 from ringtrain.derived import counted
 from ringtrain.errors import CheckpointError
 from ringtrain.optim.optimizers import last_learning_rate
 from ringtrain.protocol.env import ALONE, COLLECTIVES
 from ringtrain.protocol.json_text import INVALID, parse_json
-from ringtrain.run import checkpoint, durable, model_state
 from ringtrain.run.console import Progress, speed
-from ringtrain.run.run_folder import METRICS, NO_METRICS, STEPS, plain, write_summary
 
 if TYPE_CHECKING:
     from ringtrain.run.context import Run

@@ -10,11 +10,12 @@ import keras
 import tensorflow as tf
 
 from ringtrain import data, hvd
+from ringtrain.checkpoint import model_state
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 from ringtrain.hvd.keras_patches import layers_of
 from ringtrain.protocol.cores import num_threads
-from ringtrain.run import consistency, devices, identity, model_state
+from ringtrain.run import consistency, devices, identity
 from ringtrain.run.context import Job, Run, Validation
 from ringtrain.sources import script_model
 from ringtrain.sources.unlike import own_code

@@ -13,13 +13,14 @@ import keras
 import tensorflow as tf
 
 from ringtrain import data, hvd
+from ringtrain.checkpoint import callback_state
 from ringtrain.config import Config, changed_options, with_values
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError, OutOfSync
 from ringtrain.monitor import fault_injection
 from ringtrain.optim.optimizers import first_and_largest_rate
 from ringtrain.protocol.for_script import ForScript
-from ringtrain.run import callback_state, consistency, devices, identity, resume
+from ringtrain.run import consistency, devices, identity, resume
 from ringtrain.run.context import ON_RANK_0, Job, Run, classes_of, on_rank
 from ringtrain.run.devices import Pinning
 from ringtrain.run.from_checkpoint import FromCheckpoint

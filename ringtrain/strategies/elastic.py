@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Any, cast
 import keras
 
 from ringtrain import hvd
+from ringtrain.checkpoint import model_state, run_folder
+from ringtrain.checkpoint.callback_state import SharedCallbackState, Snapshot
 from ringtrain.config import Config
 from ringtrain.derived import num_shards
 from ringtrain.errors import ConfigError
 from ringtrain.hvd import train_step
 from ringtrain.optim.sums import SumsOverRanks
 from ringtrain.protocol import failures
-from ringtrain.run import console, devices, evaluation, from_checkpoint, model_state, resume, run_folder
-from ringtrain.run.callback_state import SharedCallbackState, Snapshot
+from ringtrain.run import console, devices, evaluation, from_checkpoint, resume
 from ringtrain.run.context import Job, Opening, Run, on_rank
 from ringtrain.run.from_checkpoint import FromCheckpoint
 from ringtrain.strategies.base import StepsOf

@@ -12,7 +12,7 @@ from typing import Any
 
 from launching import BIN, ROOT, run
 
-from ringtrain.run import checkpoint
+from ringtrain.checkpoint import checkpoint
 
 OPTIONS = ["--data.name", "digits", "--train.epochs", "2", "--checkpoint.every-steps", "6", "--run.name", "run"]
 NUM_STEPS = 46

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ringtrain.checkpoint import checkpoint
 from ringtrain.errors import CheckpointError
-from ringtrain.run import checkpoint
 
 # Saves one step after the other until it is killed, and says which are done. "naive" is the negative control: it writes
 # under the final name, which a careless writer would do.
@@ -23,7 +23,7 @@ PROGRAM = """
 import os, sys
 import numpy as np
 from pathlib import Path
-from ringtrain.run import checkpoint
+from ringtrain.checkpoint import checkpoint
 folder, step, way = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 while True:
     step += 1

@@ -55,7 +55,8 @@ AGAIN = r"&histories\.append"
 TWO, RESUMED = "2 ranks", "2 ranks, resumed"
 
 STEP, UNEVEN_LOSS, REDUCTION = "optim/step.py", "optim/uneven.py", "hvd/reduction.py"
-LOOP, RESUME, CALLBACKS, EVALUATION = "run/loop.py", "run/resume.py", "run/callback_state.py", "run/evaluation.py"
+LOOP, RESUME, EVALUATION = "run/loop.py", "run/resume.py", "run/evaluation.py"
+CALLBACKS, STATE = "checkpoint/callback_state.py", "checkpoint/model_state.py"
 STREAMS, SCRIPT = "data/streams.py", "sources/script_model.py"
 PLANTED = (
     # A step
@@ -215,7 +216,12 @@ PLANTED = (
         *("hvd.broadcast_model(model, root_rank=0)\n    if not length:", "if not length:", RESUMED, LONG + r"&Adam"),
     ),
     Mutant(
-        *("slots are not restored", "run/model_state.py", "[*model.weights, *slots_of(model)])", "[*model.weights])"),
+        *(
+            "slots are not restored",
+            "checkpoint/model_state.py",
+            "[*model.weights, *slots_of(model)])",
+            "[*model.weights])",
+        ),
         *(RESUMED, LONG + r"&Adam"),
     ),
     Mutant(
@@ -228,7 +234,7 @@ PLANTED = (
         *("pass", RESUMED, LONG + r"&(Dropout|GaussianNoise)\("),
     ),
     Mutant(
-        *("the seed of all layers is not restored", "run/model_state.py"),
+        *("the seed of all layers is not restored", STATE),
         *("    if hvd.num_copies(model) > 1:\n        return []", "    return []", RESUMED, r"UnseededNoise\(\)"),
     ),
     Mutant(

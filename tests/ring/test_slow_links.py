@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trained import checkpoints, summary, train
 
-from ringtrain.run import checkpoint
+from ringtrain.checkpoint import checkpoint
 
 JOB = ["--model.name", "mlp", "--train.epochs", "2", "--train.batch-size", "48", "--checkpoint.every-steps", "4"]
 JOB += ["--hvd.compression", "powersgd:2", "--optimizer.accumulation-steps", "2"]

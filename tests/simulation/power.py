@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from simulation.disk import Disk, Recorder
 
+from ringtrain.checkpoint import checkpoint, durable, run_folder
 from ringtrain.errors import RingtrainError
-from ringtrain.run import checkpoint, durable, run_folder
 
 NUM_STARTS = 4
 

@@ -27,10 +27,11 @@ from simulation.training import Kept, Model
 from simulation.world import World, in_place
 
 from ringtrain import hvd, train
+from ringtrain.checkpoint import model_state
 from ringtrain.cluster import elastic as of_launcher
 from ringtrain.cluster import horovod_driver, host_agent, rank_process, supervisor
 from ringtrain.errors import RingtrainError
-from ringtrain.run import from_checkpoint, loop, model_state, resume, stopping
+from ringtrain.run import from_checkpoint, loop, resume, stopping
 from ringtrain.run.context import Opening
 from ringtrain.strategies import elastic
 from ringtrain.strategies.ring import Ring

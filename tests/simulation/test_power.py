@@ -6,7 +6,7 @@ import pytest
 from simulation.planted import seeds_to_find, text
 from simulation.power import simulate
 
-from ringtrain.run import checkpoint, durable, run_folder
+from ringtrain.checkpoint import checkpoint, durable, run_folder
 
 NUM_SCHEDULES, COUNT = 300, 300
 

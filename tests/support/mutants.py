@@ -181,7 +181,7 @@ MUTANTS = (
     # Checkpoints
     *(
         Mutant(
-            *(f"a checkpoint without flushing {what}", "run/checkpoint.py", text, "pass"),
+            *(f"a checkpoint without flushing {what}", "checkpoint/checkpoint.py", text, "pass"),
             f"{UNIT}/test_checkpoint.py::test_files_are_flushed_before_the_rename_and_the_folder_after_it",
         )
         for what, text in (
@@ -192,7 +192,7 @@ MUTANTS = (
         )
     ),
     Mutant(
-        *("a checkpoint whose files are not verified", "run/checkpoint.py"),
+        *("a checkpoint whose files are not verified", "checkpoint/checkpoint.py"),
         *('if checksum != expected["sha256"]:', "if not checksum:"),
         f"{UNIT}/test_checkpoint.py::test_any_byte_flipped_or_cut_off_is_noticed",
     ),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.run import callback_state
+from ringtrain.checkpoint import callback_state
 
 
 class Keeps(keras.callbacks.Callback):

@@ -16,8 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
+from ringtrain.checkpoint import checkpoint
 from ringtrain.errors import CheckpointError
-from ringtrain.run import checkpoint
 
 pytestmark = pytest.mark.quick
 

@@ -12,11 +12,11 @@ import pytest
 from test_report import make_run
 
 from ringtrain import cli, config_io
+from ringtrain.checkpoint.run_folder import RunLock, is_locked
 from ringtrain.config import changed_options
 from ringtrain.config_help import COMMON, texts
 from ringtrain.lab import postmortem, runs
 from ringtrain.lab.init import VALUES
-from ringtrain.run.run_folder import RunLock, is_locked
 
 
 def test_init_writes_a_configuration_that_has_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

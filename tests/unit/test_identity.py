@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from ringtrain.checkpoint import run_folder
+from ringtrain.checkpoint.checkpoint import Checkpoint
 from ringtrain.config import CheckpointConfig, Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from ringtrain.derived import derive
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import from_checkpoint, identity, resume, run_folder
-from ringtrain.run.checkpoint import Checkpoint
+from ringtrain.run import from_checkpoint, identity, resume
 
 ADASUM = Config(
     optimizer=OptimizerConfig(name="sgd", learning_rate=0.001),

@@ -27,10 +27,8 @@ BEFORE_THE_CONFIGURATION = [
         "monitor.journal",
         "monitor.diagnosis",
     ),
-    *(
-        f"run.{name}"
-        for name in ("setup", "devices", "console", "checkpoint", "consistency", "log_capture", "run_folder")
-    ),
+    *(f"run.{name}" for name in ("setup", "devices", "console", "consistency", "log_capture")),
+    *(f"checkpoint.{name}" for name in ("checkpoint", "run_folder")),
     *("strategies.parameter_server.server", "strategies.parameter_server.worker"),
 ]
 """modules that a rank imports before it knows that it can train"""

@@ -12,13 +12,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from ringtrain.checkpoint import checkpoint, mirror
+from ringtrain.checkpoint.mirror import WRITER, Mirror
+from ringtrain.checkpoint.run_folder import RunLock
 from ringtrain.config import Config, RunConfig
 from ringtrain.errors import CheckpointError, DataError, RunDirectoryError
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT
-from ringtrain.run import checkpoint, from_checkpoint, mirror
-from ringtrain.run.mirror import WRITER, Mirror
-from ringtrain.run.run_folder import RunLock
+from ringtrain.run import from_checkpoint
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from planning import PLANNERS, TWO_HOSTS
 
 from ringtrain import cli
 from ringtrain import config_io as config_options
+from ringtrain.checkpoint import checkpoint
 from ringtrain.cluster import exit_cause, schedulers
 from ringtrain.cluster.agents import HostAgent
 from ringtrain.cluster.host_agent import SAYS
@@ -38,7 +39,7 @@ from ringtrain.protocol.env import ATTEMPT, MARK, PLAN
 from ringtrain.protocol.failures import Failure
 from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference, expectation
 from ringtrain.protocol.reader import Reader
-from ringtrain.run import checkpoint, tracking
+from ringtrain.run import tracking
 
 EXAMPLES = 40
 ODD = st.one_of(

@@ -16,10 +16,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from ringtrain.checkpoint import run_folder
 from ringtrain.config import Config, RunConfig
 from ringtrain.errors import RunDirectoryError
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import from_checkpoint, run_folder
+from ringtrain.run import from_checkpoint
 
 
 def test_default_name_says_what_and_when(monkeypatch):

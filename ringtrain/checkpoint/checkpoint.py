@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ringtrain.checkpoint import durable
 from ringtrain.errors import CheckpointError, DamagedCheckpoint
 from ringtrain.protocol.json_text import INVALID, parse_json
-from ringtrain.run import durable
 
 FORMAT = 3
 """Manifest format. 3: in_common is what all runs of one name have in common."""

@@ -20,13 +20,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
+from ringtrain.checkpoint import checkpoint
+from ringtrain.checkpoint.run_folder import LOCK
 from ringtrain.data.data_files import store_of, with_retries
 from ringtrain.errors import CheckpointError, RingtrainError, RunDirectoryError
 from ringtrain.monitor.journal import printable
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.json_text import parse_object
-from ringtrain.run import checkpoint
-from ringtrain.run.run_folder import LOCK
 
 WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
 """Stores in which making a folder might make a bucket."""

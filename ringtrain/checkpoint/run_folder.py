@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from ringtrain.checkpoint import durable
 from ringtrain.errors import RunDirectoryError
 from ringtrain.protocol.json_text import parse_json, parse_object
-from ringtrain.run import durable
 
 if TYPE_CHECKING:
-    from ringtrain.run.mirror import Mirror
+    from ringtrain.checkpoint.mirror import Mirror
 
 METRICS = "metrics.jsonl"
 STEPS = "steps.jsonl"

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain import hvd
+from ringtrain.checkpoint import checkpoint
 from ringtrain.errors import CheckpointError
 from ringtrain.hvd import train_step
 from ringtrain.hvd.keras_patches import layers_of, path_of, slots_of
-from ringtrain.run import checkpoint
 
 Arrays = dict[str, NDArray[Any]]
 

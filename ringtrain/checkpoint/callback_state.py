@@ -18,8 +18,8 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from ringtrain import hvd
+from ringtrain.checkpoint.model_state import Arrays
 from ringtrain.hvd.keras_patches import slots_of
-from ringtrain.run.model_state import Arrays
 
 NO_STATE = {"_model", "params", "min_delta", "monitor_op", "writer", "csv_file", "progbar"}
 NO_STATE |= {"_writers", "_log_write_dir", "_train_dir", "_val_dir", "_summary_module", "_batch_trace_context"}
