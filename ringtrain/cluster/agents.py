@@ -96,11 +96,9 @@ class HostAgent:
             os.write(self.process.stdin.fileno(), f"{order}\n".encode())  # type: ignore[union-attr]
 
     def may_connect_later(self) -> bool:
-        """Whether sshd closed the connection before authentication, as beyond its MaxStartups: another try may help.
-
-        If it sent a message first, it will refuse the next connection for the same reason.
-        """
+        """Whether sshd closed the connection before authentication, as beyond its MaxStartups: another try may help."""
         lines = [line for line in self.lines if line]
+        # A message before that line is a reason for which the next connection would be refused, too.
         turned_away = any(map(TURNED_AWAY.search, lines)) or bool(lines and CLOSED.match(lines[0]))
         return bool(self.host) and self.tries < MAX_TRIES and turned_away
 
@@ -129,12 +127,7 @@ class HostAgents:
     # ---- start ----------------------------------------------------------------------------------------------------
 
     def connect(self, hosts: Sequence[str], is_used: bool, poll: Callable[[], None]) -> None:
-        """Starts an agent here and on other hosts, and waits until all are ready.
-
-        is_used: This host has ranks, and is checked as well. Each host has answer_timeout_s from its own start on.
-        Raises HostsLost, after all others are ready, with the hosts that do not answer; LaunchError if a host lacks
-        the program or has another ringtrain.
-        """
+        """Starts an agent here and on other hosts; with all others ready, raises HostsLost for those that do not answer."""
         raise_limits()
         waiting = deque(["", *hosts])
         refused: dict[str, HostAgent] = {}
@@ -144,7 +137,7 @@ class HostAgents:
         while waiting or connecting:
             while waiting and len(connecting) < max_connecting and time.monotonic() > pause_until:
                 host = waiting.popleft()
-                agent = self.start(host, is_checked=bool(host) or is_used)
+                agent = self.start(host, is_checked=bool(host) or is_used)  # is_used: this host has ranks
                 before = refused.pop(host, None)
                 if before:
                     agent.tries, agent.refusal, agent.first_s = before.tries + 1, before.lines[-1], before.first_s
@@ -205,13 +198,11 @@ class HostAgents:
         return self.members[-1]
 
     def drop(self, agent: HostAgent) -> None:
-        """Ends an agent's process, which then cleans up on its host.
-
-        That of a second agent which is still connecting ends by itself: nothing else would clean up.
-        """
+        """Ends an agent's process, which then cleans up on its host."""
         self.members.remove(agent)
         if agent.was_killed:
             self.not_cleaned_up.append(agent.host)
+        # A second agent that is still connecting exits by itself: nothing else would clean up.
         if not agent.is_second:
             agent.process.kill()
             agent.process.wait()
@@ -222,10 +213,7 @@ class HostAgents:
                 pipe.close()
 
     def end(self, is_starting: bool = False) -> None:
-        """Makes all agents clean up, and starts another one where one was killed; does nothing without agents.
-
-        is_starting: The launcher may start more ranks until it is killed on this host: agents kill these as well.
-        """
+        """Makes all agents clean up, and starts another one where one was killed; does nothing without agents."""
         if not self.members:
             return
         for agent in [agent for agent in self.members if agent.was_killed]:
@@ -235,6 +223,7 @@ class HostAgents:
             if host not in present:
                 self.start_second(host)
         self.not_cleaned_up.clear()
+        # The launcher may start more ranks until it is killed on this host: agents kill these as well.
         self._end_order = "end starting" if is_starting else "end"
         self.send(self._end_order)
 

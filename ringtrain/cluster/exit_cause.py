@@ -92,19 +92,15 @@ def decide(
     returncode: int,
     reports: Reader,
     launcher_output: str,
-    tails: Mapping[int, Sequence[str]],
+    tails: Mapping[int, Sequence[str]],  # last lines of each rank
     launcher: str,
-    silent: Sequence[str] = (),
-    here: str = platform.node(),
+    silent: Sequence[str] = (),  # hosts that did not answer at the end
+    here: str = platform.node(),  # this host, as it calls itself
 ) -> JobResult:
-    """Exit code and cause of the rank that exited first: its exception, else its signal or exit code and last lines.
-
-    A follow-up error such as "Horovod has been shut down" is the cause only if there is no other, with an explanation.
-    `tails`: Last lines of each rank. `silent`: Hosts that did not answer at the end. Open MPI 5 exits with 0 then, and
-    also if a host that its daemon was lost on answers again. `here`: This host, as it calls itself.
-    """
+    """Exit code and cause of the rank that exited first: its exception, else its signal or exit code and last lines."""
     code = returncode if returncode >= 0 else 128 - returncode
     lost = LOST.search(launcher_output)
+    # Open MPI 5 exits with 0 after it has lost a host, also if that host answers again.
     if code == 0 and not silent and not lost:
         return JobResult(0)
     failure = reports.first_failure()
@@ -166,13 +162,10 @@ def _unnamed(
 
 
 def without_init(num_ranks: int, reports: Reader, tensorflow: Collection[str]) -> str:
-    """Message about a job that ended well and none of whose ranks called hvd.init(); "" if they may have met.
-
-    Programs without ringtrain do not report whether they met. They are named if they had TensorFlow loaded and neither
-    Horovod nor MPI, or Horovod without ringtrain.hvd. `tensorflow`: See HostAgents.
-    """
+    """Message about a job that ended well and none of whose ranks called hvd.init(); "" if they may have met."""
     if reports.initialized:
         return ""
+    # Programs without ringtrain do not report whether they met: they are judged by what they had loaded (HostAgents).
     if num_ranks > 1 and "horovod" in tensorflow and not reports.not_initialized:
         return (
             f"{num_ranks} ranks used Horovod without ringtrain. Its DistributedOptimizer averages nothing under Keras"

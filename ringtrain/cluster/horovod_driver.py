@@ -250,11 +250,7 @@ def make_rendezvous() -> Any:
 
 
 def guarded(handler: Any, token: str, names: Sequence[str] = ()) -> Any:
-    """Subclass of a request handler that requires a secret at the beginning of each path, before it reads on.
-
-    `names` are the slots of an elastic job by the number after the secret. A rank knows its host and local rank only,
-    which may be those of another slot since the last change.
-    """
+    """Subclass of a request handler that requires a secret at the beginning of each path, before it reads on."""
     prefix = f"/{token}:".encode()
 
     class Guarded(handler):
@@ -273,6 +269,7 @@ def guarded(handler: Any, token: str, names: Sequence[str] = ()) -> Any:
             if not is_right or int(length) > plain_pickle.MAX_BYTES:
                 return self._refuse(400)
             self.server.trust(self.connection)  # its answer may have to wait for other ranks
+            # A rank knows its host and local rank only, which since a change may be those of another slot.
             if rest[0] in elastic.SCOPES and int(number) < len(names):
                 rest[1] = f"{names[int(number)]}:0"
             self.path = "/" + "/".join(rest)

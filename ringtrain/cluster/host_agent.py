@@ -223,11 +223,8 @@ echo "{SAYS}swept$first"
 
 
 def local_networks(hosts: Iterable[str], reached: Iterable[str] = ()) -> tuple[str, ...]:
-    """CIDRs of networks that connect no hosts: those with one address on two hosts, and bridges of a single host.
-
-    `hosts`: Networks of each host, such as "10.1.0.3/16 192.168.122.1/24:bridge"; "" if they are not known. `reached`:
-    IPv4 addresses by which hosts reach each other, whose networks are not local, unless two hosts have the address.
-    """
+    """CIDRs of networks that connect no hosts: those with one address on two hosts, and bridges of a single host."""
+    # A host is a text such as "10.1.0.3/16 192.168.122.1/24:bridge"; "": its networks are not known.
     distinct = dict.fromkeys(hosts)  # two names of one machine have the same networks
     places: dict[Any, list[tuple[Any, bool]]] = {}
     for host in distinct:
@@ -235,6 +232,7 @@ def local_networks(hosts: Iterable[str], reached: Iterable[str] = ()) -> tuple[s
             if not place.is_loopback:
                 places.setdefault(place.network, []).append((place.ip, is_bridge))
     times = Counter(address for seen in places.values() for address, _ in seen)
+    # Networks by which hosts reach each other are not local, unless two hosts have the address.
     joining = set()
     for text in reached:
         joining |= {place.ip for place, _ in interfaces(text) if times[place.ip] < 2}

@@ -67,11 +67,7 @@ def parse_hosts(text: str, source: str = "-H") -> tuple[Host, ...]:
 
 
 def take(hosts: Sequence[Host], num_ranks: int, oversubscribe: bool = False) -> tuple[Host, ...]:
-    """Assigns ranks to hosts in order, filling each host's slots; returns the hosts used, with as many slots as ranks.
-
-    With `oversubscribe`, ranks beyond the slots are distributed evenly over all hosts, the first hosts getting one
-    more, as in Open MPI; max_slots stays the limit. Raises HostsError for no rank, or too few slots.
-    """
+    """Assigns ranks to hosts in order, filling each host's slots; returns the hosts used, with a slot for each rank."""
     if num_ranks < 1:
         raise HostsError(f"got -np {num_ranks}, expected 1 rank or more")
     num_slots = sum(host.slots for host in hosts)
@@ -91,6 +87,7 @@ def take(hosts: Sequence[Host], num_ranks: int, oversubscribe: bool = False) -> 
     for host in hosts:
         used.append(min(host.slots, left))
         left -= used[-1]
+    # Ranks beyond the slots are distributed evenly, the first hosts get one more, as in Open MPI.
     while left:
         not_full = [place for place, limit in enumerate(limits) if used[place] < limit]
         share, one_more = divmod(left, len(not_full))
@@ -102,12 +99,7 @@ def take(hosts: Sequence[Host], num_ranks: int, oversubscribe: bool = False) -> 
 
 
 def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> tuple[Host, ...]:
-    """Keeps some hosts, or some slots of them; slots that are not the first ones are given by indices.
-
-    Filters are items separated by commas, each a host, or a host with a slot or range of slots, counted from 0:
-    "host1,host2:0-1,host2:3" is all of host1 and the first, second and fourth slot of host2. `include` "": all.
-    Raises HostsError for a host or slot that does not exist, or if none is left.
-    """
+    """Keeps hosts, or slots of them, by items such as "host1,host2:0-1,host2:3", counted from 0; include "": all."""
     wanted = _named(hosts, include, "--include") if include else None
     unwanted = _named(hosts, exclude, "--exclude") if exclude else {}
     kept = []
@@ -298,13 +290,11 @@ def divide(word: str, where: str) -> tuple[str, str | None]:
 
 
 def is_name(text: str) -> bool:
-    """Whether a text is a host name or address that is safe to pass to a shell, ssh or a launcher.
-
-    An address with a zone, fe80::1%eth0, is not: the zone is an interface of this host and means nothing on another.
-    """
+    """Whether a text is a host name or address that is safe to pass to a shell, ssh or a launcher."""
     if ":" not in text:
         return NAME.fullmatch(text) is not None
     try:
+        # An address with a zone, fe80::1%eth0, is not: the zone is an interface of this host alone.
         return IPV6.fullmatch(text) is not None and len(socket.inet_pton(socket.AF_INET6, text)) == 16
     except OSError:
         return False

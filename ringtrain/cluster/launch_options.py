@@ -281,12 +281,7 @@ class LaunchOptions(
 def add_options(
     parser: Parser, groups: Iterable[type] = GROUPS, without: Collection[str] = (), plain: Group | None = None
 ) -> None:
-    """Adds the options of some groups to a parser.
-
-    Args:
-        without: Options that the command does not have.
-        plain: Group of the help for the options of groups without a title; None: the parser's own.
-    """
+    """Adds the options of groups, except `without`; `plain` takes those of groups without a title, else the parser."""
     for group in groups:
         options = [option for name, option in options_of(group).items() if name not in without]
         if group in PLAIN:

@@ -20,11 +20,7 @@ MAX_LAUNCHER_LINES, MAX_SHOWN = 200, 8
 
 
 class Output:
-    """Standard error of a launcher.
-
-    defers_failures: The first traceback is shown, and what other ranks print after a failure is not: `show_others` says
-    how they have failed.
-    """
+    """Standard error of a launcher. With `defers_failures`, only the first traceback is shown: see `show_others`."""
 
     def __init__(self, reports: Reader, defers_failures: bool) -> None:
         self.reports = reports

@@ -73,11 +73,7 @@ def how_to_get(program: str, prefix: str = sys.prefix) -> str:
 def start_beside(
     argv: Sequence[str], environ: Mapping[str, str], log: Path | None = None, held: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Starts a command that gets SIGTERM when this process exits for any reason.
-
-    Its output is appended to `log`; None: a pipe. It keeps file descriptors in `held` open while it lives: locks on
-    them are released when it exits.
-    """
+    """Starts a command that gets SIGTERM when this process exits; its output is appended to `log`, or None: a pipe."""
     with open(log, "ab") if log else contextlib.nullcontext(subprocess.PIPE) as output:
         # In its own process group: the terminal's Ctrl-C, and a notebook's, reaches this process only.
         return _start_bound(
@@ -87,7 +83,7 @@ def start_beside(
             stdout=output,
             stderr=subprocess.STDOUT,
             process_group=0,
-            pass_fds=held,
+            pass_fds=held,  # locks on them are released when the command exits
         )
 
 
@@ -113,10 +109,7 @@ def submit(plan: Plan, folder: str) -> int:
 
 @contextlib.contextmanager
 def written_files(plan: Plan, folder: str) -> Iterator[None]:
-    """Writes a plan's files, and removes those in folder afterwards, which is created if missing.
-
-    Raises LaunchError if a file cannot be written, or others than this user can write to folder.
-    """
+    """Writes a plan's files; removes those in `folder`, which it makes, afterwards. Raises LaunchError."""
     private = []
     try:
         for path, text in ((Path(name), text) for name, text in plan.files.items()):

@@ -27,22 +27,15 @@ def run(
     argv: Sequence[str],
     environ: Mapping[str, str],
     *,
-    given: str = "",
-    grace_s: float = GRACE_S,
+    given: str = "",  # standard input
+    grace_s: float = GRACE_S,  # between SIGTERM, when one of `events` is set, and SIGKILL
     stdout: Any = None,
     stderr: Any = None,
-    index: int | None = None,
+    index: int | None = None,  # the rank, which tags each line
     events: Sequence[Any] | None = None,
     prefix_output_with_timestamp: bool = False,
 ) -> int:
-    """Runs a command and returns its exit code, negative for a signal. Others that hold its output keep a success open.
-
-    Args:
-        given: Its standard input.
-        grace_s: Seconds between SIGTERM, when one of `events` is set, and SIGKILL.
-        stdout, stderr: Text streams that its output is copied to; None: those of this process.
-        index: The rank, which tags each line.
-    """
+    """Runs a command and returns its exit code, negative for a signal; waits for others that hold its output if it is 0."""
     from horovod.runner.common.util.safe_shell_exec import prefix_connection
     from horovod.runner.util.threads import in_thread
 
@@ -77,10 +70,7 @@ def run(
 
 
 def _terminate(process_id: int) -> None:
-    """Sends SIGTERM to a rank; Horovod itself would stop one that saves.
-
-    A rank on another host is behind an ssh, which forwards no signal: its host agent ends it.
-    """
+    """Sends SIGTERM to a rank; Horovod itself would stop one that saves."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -88,5 +78,5 @@ def _terminate(process_id: int) -> None:
         ranks = process.children() if process.name() in SHELLS else [process]
         for rank in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
-                if rank.name() != "ssh":
+                if rank.name() != "ssh":  # which forwards no signal: the host agent ends its rank
                     rank.terminate()

@@ -27,10 +27,7 @@ MAX_CAUSES, MAX_CAUSE_CHARACTERS = 20, 500  # reported to restarted ranks
 
 
 class Restarts:
-    """Decisions after the failures of one job: whether it runs again, and on which of its hosts.
-
-    A pure policy, without clock, network and processes, which the launcher asks.
-    """
+    """Policy after failures of one job: whether it runs again, on which hosts. No clock, network or processes."""
 
     def __init__(self, hosts: Sequence[Host], num_ranks: int, options: LaunchOptions) -> None:
         self.results: list[JobResult] = []
@@ -138,11 +135,9 @@ def takes_any_number(command: tuple[str, ...]) -> bool:
 
 @functools.cache
 def ranks_on(slots: int, num_ranks: int, min_ranks: int = 1, has_batch_per_rank: bool = False) -> int:
-    """Number of ranks for a restart, up to `num_ranks`; 0 if below `min_ranks`.
-
-    has_batch_per_rank: The result divides `num_ranks`, so that the global batch can stay the same.
-    """
+    """Number of ranks for a restart, up to `num_ranks`; 0 if below `min_ranks`."""
     for number in range(min(slots, num_ranks), max(1, min_ranks) - 1, -1):
+        # Only with a divisor of `num_ranks` can the global batch stay the same.
         if not has_batch_per_rank or num_ranks % number == 0:
             return number
     return 0

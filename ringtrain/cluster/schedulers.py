@@ -52,10 +52,7 @@ def find(
 
 
 def expand(nodelist: str, where: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:
-    """Host names of a Slurm node list such as "login,gpu[08-10,12]-ib[0-1]"; the last bracket changes fastest.
-
-    Every number gets at least as many digits as its range's first.
-    """
+    """Host names of a Slurm node list such as "login,gpu[08-10,12]-ib[0-1]"; the last bracket changes fastest."""
     words = re.findall(r"(?:[^\[\],]|\[[^\[\]]*\])+", nodelist)
     if not words or ",".join(words) != nodelist:
         raise HostsError(f"{where}: got {shown(nodelist)}, expected names such as host1,gpu[08-10,12]")

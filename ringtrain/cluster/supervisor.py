@@ -42,10 +42,7 @@ MAX_SHOWN = 10
 
 
 def run(supervisor: Supervisor, planner: Callable[[Job], Plan]) -> JobResult:
-    """Runs a job on its hosts, waits for its end, prints the exit cause last and returns the result.
-
-    Raises HostsLost or LaunchError before anything has started, and PlacementError for ranks that are misplaced.
-    """
+    """Runs a job, prints the exit cause last. Raises HostsLost and LaunchError before it starts, PlacementError after."""
     with supervisor:
         code, lost = 0, None
         try:
@@ -248,10 +245,7 @@ class Supervisor:
         return self._received_s + self.options.grace if is_final else float("inf")
 
     def _signal(self, ranks: Sequence[RankPlacement], number: int) -> None:
-        """Sends a signal to the ranks that catch it.
-
-        A rank that does not catch it would exit at once, upon which launchers end the ranks that save.
-        """
+        """Sends a signal to ranks that catch it: others would exit, and launchers then end the ranks that save."""
         by_host: dict[str, list[str]] = {}
         for rank in ranks:
             process = self.reports.processes.get((rank.host, rank.process), rank.process)

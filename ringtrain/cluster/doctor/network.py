@@ -150,15 +150,13 @@ def check_subnet(probe: Probe, facts: Facts, scene: Scene) -> Cell:
 
 
 def shared_subnets(scene: Scene) -> list[Network]:
-    """Subnets in which each host has a distinct address, first those that host names resolve to.
-
-    A container bridge has the same address on every host and connects none of them.
-    """
+    """Subnets in which each host has a distinct address, first those that host names resolve to."""
     seen: dict[Network, set[str]] = {}
     answers = [facts for facts in scene.answers if facts["addresses"] is not None]
     for facts in answers:
         for interface in _interfaces(facts):
             seen.setdefault(interface.network, set()).add(str(interface.ip))
+    # A container bridge has the same address on every host and connects none of them.
     everywhere = [net for net, distinct in seen.items() if len(distinct) == len(answers)]
     named: list[Any] = []
     for probe in scene.probes:

@@ -52,10 +52,7 @@ def main(hosts: Sequence[Host], options: Options) -> int:
 
 
 def examine(hosts: Sequence[Host], options: Options) -> Report:
-    """Probes all hosts concurrently; errors of hosts become findings.
-
-    Raises LaunchError if an option is invalid.
-    """
+    """Probes all hosts concurrently; errors of hosts become findings. Raises LaunchError if an option is invalid."""
     check(options)
     start_s = time.monotonic()
     names: list[str] = []

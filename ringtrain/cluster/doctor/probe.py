@@ -86,10 +86,7 @@ def horovod_library() -> bytes | None:
 
 
 def hashes(folder: str, leave_out: str) -> dict[str, Any] | None:
-    """{"folder", "hash", "files": {name: hash}} of the .py and .toml files in a folder; None if it does not exist.
-
-    Skips environments, hidden folders, caches and `leave_out`. With over MOST_ENTRIES entries the hash is None.
-    """
+    """{"folder", "hash", "files": {name: hash}} of the .py and .toml files in a folder; None if it does not exist."""
     if not os.path.isdir(folder):
         return None
     files: dict[str, str] = {}

@@ -25,17 +25,13 @@ GLOO_TIMEOUT, GLOO_TIMEOUT_S = "HOROVOD_GLOO_TIMEOUT_SECONDS", 60
 def plan(
     job: Job,
     gloo: bool = False,
-    dialect: str = "openmpi4",
-    mpi_prefix: str = "",
+    dialect: str = "openmpi4",  # key of mpirun.DIALECTS for the mpirun that it will find
+    mpi_prefix: str = "",  # directory above mpirun's bin, for Open MPI's programs on other hosts; "": on PATH
     start_timeout_s: int = 60,
     interface: str = "",
     python: str = "python3",
 ) -> Plan:
-    """Command that starts a job by horovodrun. dialect: Key of mpirun.DIALECTS for the mpirun that it will find.
-
-    `mpi_prefix` is the directory above mpirun's bin, by which Open MPI finds its programs on other hosts; "": on PATH.
-    `interface` is the ranks' on all hosts; "": the one from here to the first other host.
-    """
+    """Command that starts a job by horovodrun."""
     _check(job)
     if not gloo and dialect != "openmpi4":
         raise LaunchError(
@@ -62,22 +58,14 @@ def elastic(
     *,
     min_ranks: int,
     max_ranks: int,
-    first_ranks: int = 0,
-    discovery: str = "",
+    first_ranks: int = 0,  # slots with which it starts, if more are not available yet; 0: the job's number of ranks
+    discovery: str = "",  # program whose output, lines host:slots, the launcher writes to a file; "": the job's hosts
     interface: str = "",
     start_timeout_s: int = 60,
     cooldown_s: tuple[int, int] = (0, 0),
     python: str = "python3",
 ) -> Plan:
-    """Command that starts an elastic job over Gloo.
-
-    Args:
-        first_ranks: Slots with which it starts, if more are not available yet; 0: the job's number of ranks.
-        discovery: Program whose output, lines host:slots, the launcher writes to a file; "": the job's hosts.
-        interface: Of all hosts; "": horovodrun looks for it once there are two hosts, and never starts on one.
-        cooldown_s: Time for which the slot of a rank that has failed is excluded: twice to three times the first
-            number, doubled each time, up to the second; zeros: for good.
-    """
+    """Command that starts an elastic job over Gloo."""
     _check(job)
     first_ranks = min(first_ranks or job.num_ranks, job.num_ranks)
     if not 1 <= min_ranks <= first_ranks <= max_ranks:
@@ -103,6 +91,7 @@ def elastic(
             because=f"run every second; ringtrain launch writes to this file which of the hosts {source} answer",
         ),
     ]
+    # A slot is excluded for 2 to 3 times the first number, doubled each time, up to the second; zeros: for good.
     if any(cooldown_s):
         because = "seconds, shortest and longest, after which the slot of a rank that has failed is used again"
         limits.append(words("--blacklist-cooldown-range", *cooldown_s, because=because))

@@ -56,11 +56,7 @@ class Commented(tuple[str, ...]):
 
 
 def plan(job: Job, cluster: Cluster = Cluster()) -> Plan:
-    """Manifest, and the command that applies it.
-
-    Only the number of hosts and their slots count: workers get the operator's names. Ranks start in the image's
-    directory, not in one of this machine.
-    """
+    """Manifest, and the command that applies it. Hosts count by number and slots: workers get the operator's names."""
     return submission(job, cluster, (manifest(job, cluster),), by="MPI Operator")
 
 
@@ -138,14 +134,11 @@ def metadata(cluster: Cluster) -> dict[str, str]:
 def pods(
     job: Job, cluster: Cluster, launcher_name: str = "launcher", worker_name: str = "worker"
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Specs of the pod that runs mpirun, and of those that run sshd and the ranks. Raises LaunchError.
-
-    Args:
-        launcher_name, worker_name: Names of their containers.
-    """
+    """Specs of the pod that runs mpirun, and of those that run sshd and the ranks. Raises LaunchError."""
     _check(job, cluster)
     kept = {name: value for name, value in job.environment.items() if name not in OF_THIS_MACHINE}
     as_root = cluster.ssh_home == "/root/.ssh"
+    # Ranks start in the image's directory, not in one of this machine.
     inner = replace(job, working_directory="", environment=kept, allow_root=as_root, wheel_mpi="")
     names = forwarded(inner)
     # Ranks get the image's PATH, which is forwarded: sshd has another one.

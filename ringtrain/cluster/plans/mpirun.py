@@ -72,10 +72,7 @@ def identify(version_text: str) -> str:
 
 
 def plan(job: Job, dialect: str, program: str = "mpirun", hostfile: str = "") -> Plan:
-    """Command that starts a job by mpirun. hostfile: Existing one in the dialect's format; "": the job's hosts.
-
-    By the path of `program` Open MPI finds its programs on other hosts: the name alone only if ssh finds it on PATH.
-    """
+    """Command that starts a job by mpirun. hostfile: Existing one in the dialect's format; "": the job's hosts."""
     check(job)
     row = DIALECTS[dialect]
     values, reasons = as_mapping([*settings(job), *row.settings(job)])
@@ -84,5 +81,6 @@ def plan(job: Job, dialect: str, program: str = "mpirun", hostfile: str = "") ->
     if job.output and row.rank_variable:
         because = f"{row.title} would not show what it logs: each rank copies it to DIR/rank.N/stdout and stderr"
         flags.append(logged(job.output, row.rank_variable, because))
+    # By the path of `program` Open MPI finds its programs on other hosts; by its name only if ssh finds it on PATH.
     start = [*clean_start(job, "mpirun"), words(program, because=f"starts ranks; this one is {row.title}")]
     return Plan((*start, *flags, *reported(job)), job.command, values, reasons, files)

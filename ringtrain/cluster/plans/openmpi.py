@@ -45,25 +45,20 @@ def is_of_wheel(path: str, prefix: Path = Path(sys.prefix)) -> bool:
 
 
 def settings_of_wheel(path: str, prefix: Path = Path(sys.prefix)) -> dict[str, str]:
-    """Variables for the Open MPI of PyPI's wheel, if `path` begins with it, where set-up has not configured it.
-
-    Without an ssh client it would not even start ranks on this host, and on others it would look for its daemon on the
-    short PATH of a login over ssh.
-    """
+    """Variables for the Open MPI of PyPI's wheel, if `path` begins with it, where set-up has not configured it."""
     settings = prefix / "etc" / PARAMETERS
     if not is_of_wheel(path, prefix) or "\norte_launch_agent" in settings.read_text(errors="replace"):
         return {}
     return {
+        # Without an ssh client it would not even start ranks on this host.
         "OMPI_MCA_plm_rsh_agent": "ssh : rsh : false",
+        # On others it would look for its daemon on the short PATH of a login over ssh.
         "OMPI_MCA_orte_launch_agent": f"env OPAL_PREFIX={prefix} PATH={prefix}/bin:$PATH {prefix}/bin/orted",
     }
 
 
 def own_interfaces(environ: Mapping[str, str], files: Sequence[Path] | None = None) -> tuple[str, str]:
-    """Parameter by which the user has chosen the interfaces of Open MPI, and where; two empty texts: none.
-
-    files: With the user's and the host's parameters; None: the usual ones.
-    """
+    """Parameter by which the user has chosen the interfaces of Open MPI, and where; two empty texts: none."""
     if files is None:
         program = Path(shutil.which("mpirun", path=environ.get("PATH", os.defpath)) or "").absolute()
         installed = program.parents[1] / "etc" / PARAMETERS

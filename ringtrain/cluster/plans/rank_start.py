@@ -26,10 +26,7 @@ WAITING_SCRIPT = (
 
 
 def logged(folder: str, rank_variable: str, reason: str, script: str = SCRIPT) -> Flag:
-    """Arguments before a rank's command that copy its output to folder/rank.N/stdout and stderr.
-
-    script: WAITING_SCRIPT if the launcher kills the other processes of a rank when its first one exits.
-    """
+    """Arguments before a rank's command that copy its output to folder/rank.N/stdout and stderr."""
     return words("bash", "-c", script, folder, rank_variable, because=reason)
 
 

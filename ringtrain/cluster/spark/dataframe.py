@@ -14,18 +14,14 @@ if TYPE_CHECKING:
 
 
 def shares(spark: SparkSession, name: str, num_ranks: int) -> tuple[RDD, str]:
-    """Distributes rows over the ranks round-robin: shard lengths differ by at most one; raises LaunchError, DataError.
-
-    The user's function `name` (module:function) gets the session and returns (training data, test data). Each is a
-    DataFrame with a column "label" (classes from 0) and either one column of arrays or several of numbers, or an RDD of
-    (inputs, label) pairs. Returns the shards by rank, with rows (split: 0 training, 1 test; index in the shard; inputs;
-    label), and a string of three numbers: training rows, test rows, classes.
-    """
+    """Distributes rows over the ranks round-robin: lengths differ by at most one; raises LaunchError, DataError."""
     module, _, function = name.partition(":")
     try:
         made = getattr(importlib.import_module(module), function)(spark)
     except (ImportError, AttributeError, ValueError) as error:
         raise LaunchError(f"got --spark-data {name}, expected module:function: {error}") from error
+    # Training and test data: a DataFrame with a column "label" (classes from 0) and one column of arrays or several of
+    # numbers, or an RDD of (inputs, label) pairs.
     is_pair = isinstance(made, tuple) and len(made) == 2
     if not is_pair or not all(_is_rdd(table) or hasattr(table, "rdd") for table in made):
         raise LaunchError(f"--spark-data {name} returned {type(made).__name__}, expected DataFrames: (training, test)")
@@ -45,6 +41,7 @@ def shares(spark: SparkSession, name: str, num_ranks: int) -> tuple[RDD, str]:
         lengths.append(length)
         num_classes = max(num_classes, largest + 1)
         parts.append(numbered.map(_numbered_by_rank(split, num_ranks)))
+    # Rows (split: 0 training, 1 test; index in the shard; inputs; label) by rank; training rows, test rows, classes.
     shards = parts[0].union(parts[1]).partitionBy(num_ranks, lambda rank: rank).values()
     return shards, f"{lengths[0]} {lengths[1]} {num_classes}"
 

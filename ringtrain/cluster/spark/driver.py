@@ -99,15 +99,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 class Job:
-    """Ranks of one job, from the connection of their tasks to their exit.
-
-    `slots` has one partition per rank. `row_counts` is that from dataframe.shares; "" streams no rows to ranks.
-    """
+    """Ranks of one job, from the connection of their tasks to their exit."""
 
     def __init__(
         self,
-        slots: RDD,
-        row_counts: str,
+        slots: RDD,  # one partition per rank
+        row_counts: str,  # from dataframe.shares; "": no rows are streamed
         options: argparse.Namespace,
         command: Sequence[str],
         environ: Mapping[str, str],

@@ -17,11 +17,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def run(payload: bytes) -> dict[str, Any]:
-    """Runs a pickled function with its arguments in a forked process; returns the Row's fields except `arguments`.
-
-    An executor reuses its Python process: without the fork, TensorFlow and its GPUs would stay loaded for the next run.
-    The returned result is pickled. An empty payload runs nothing.
-    """
+    """Runs a pickled function in a forked process; returns the Row's fields except `arguments`, the result pickled."""
     from pyspark import TaskContext
 
     resource = TaskContext.get().resources().get("gpu")
@@ -31,6 +27,7 @@ def run(payload: bytes) -> dict[str, Any]:
         return outcome
     receiver, sender = multiprocessing.Pipe(duplex=False)
     began_s = time.monotonic()
+    # An executor reuses its Python process: TensorFlow and its GPUs would stay loaded for the next run.
     process = multiprocessing.get_context("fork").Process(target=_run_apart, args=(payload, gpus, sender))
     process.start()
     sender.close()  # so that the pipe closes when the process exits

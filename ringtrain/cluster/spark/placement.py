@@ -14,18 +14,14 @@ class Caller:
 
 
 def assign(callers: Sequence[Caller], by_index: bool = False) -> list[tuple[Caller, dict[str, str]]]:
-    """Assigns ranks host by host; returns, by rank, its task and the placement variables of Horovod over Gloo.
-
-    All ranks of a host see the GPUs of that host's ranks, one per rank in the order of local ranks. With `by_index`,
-    the task index is the rank, since the task's partition holds the rows of that rank.
-    """
+    """Assigns ranks host by host; returns, by rank, its task and the placement variables of Horovod over Gloo."""
     by_host: dict[str, list[Caller]] = {}
     for caller in sorted(callers, key=lambda member: member.index):
         by_host.setdefault(caller.host, []).append(caller)
     assigned: list[tuple[Caller, int]] = []
     for group in by_host.values():
         assigned += [(caller, local_rank) for local_rank, caller in enumerate(group)]
-    if by_index:
+    if by_index:  # the task's partition holds the rows of that rank
         assigned.sort(key=lambda pair: pair[0].index)
     placements = []
     for rank, (caller, local_rank) in enumerate(assigned):
@@ -41,6 +37,7 @@ def assign(callers: Sequence[Caller], by_index: bool = False) -> list[tuple[Call
         }
         environ = {f"HOROVOD_{name}": str(number) for name, number in numbers.items()}
         environ |= {"HOROVOD_HOSTNAME": caller.host, "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+        # All ranks of a host see the GPUs of them all, one per rank in the order of local ranks.
         if all(member.gpus for member in group):
             environ["CUDA_VISIBLE_DEVICES"] = ",".join(member.gpus[0] for member in group)
         placements.append((caller, environ))

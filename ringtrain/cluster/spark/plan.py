@@ -16,11 +16,7 @@ from ringtrain.protocol.launchers import RANK_VARIABLES
 def plan(
     job: Job, master: str = "", spark_settings: Sequence[str] = (), data: str = "", start_timeout_s: float = 60
 ) -> Plan:
-    """Command that starts a job on Spark, which chooses the hosts. Raises LaunchError if Spark cannot run the job.
-
-    `master` "" is that of spark-defaults.conf, else this machine; `spark_settings` are NAME=VALUE each; `data` is the
-    module:function that returns the rows to stream to the ranks, or "".
-    """
+    """Command that starts a job on Spark, which chooses the hosts. Raises LaunchError if Spark cannot run the job."""
     check(job)
     _check(job, master, spark_settings)
     values, reasons = as_mapping([*settings(job)])

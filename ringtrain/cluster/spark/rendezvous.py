@@ -16,11 +16,7 @@ MAX_VALUE_BYTES = 1 << 24  # for one rank's addresses, about 150 bytes per other
 
 
 class Store(LimitedServer):  # HTTPServer would look up the host's full name, which can be slow
-    """Server of GET, PUT and DELETE /token/scope/key, from construction until `close`; drops other requests unread.
-
-    A rank deletes its key when it is connected to all others of the scope, which may still need it. A scope is
-    therefore removed only after all its keys have been deleted.
-    """
+    """Server of GET, PUT and DELETE /token/scope/key, from construction until `close`; drops other requests unread."""
 
     def __init__(self, host: str) -> None:
         """Listens on a free port of `host`; "": of all addresses of this machine."""
@@ -36,11 +32,8 @@ class Store(LimitedServer):  # HTTPServer would look up the host's full name, wh
         return self.server_address[1]
 
     def environ(self, address: str) -> dict[str, str]:
-        """Variables with which Horovod's ranks find this store; `address` is this host's, as ranks reach it.
-
-        Horovod has no token: it joins address, port and scope to a URL. The address therefore contains the real port
-        and the token, and Horovod's port becomes the end of the token.
-        """
+        """Variables with which Horovod's ranks find this store; `address` is this host's, as ranks reach it."""
+        # Horovod joins address, port and scope to a URL without a token: its "port" is the end of the token.
         where = f"{address}:{self.port}/{self.token}"
         return {"HOROVOD_GLOO_RENDEZVOUS_ADDR": where, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.port)}
 
@@ -87,6 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.deleted[self.scope].add(self.key)
             numbers = {key for key in self.server.values[self.scope] if key.isdecimal()}  # "rank_0" is never deleted
+            # A rank that is connected deletes its key, which others may still need: a scope is removed as a whole.
             if self.server.deleted[self.scope] >= numbers:
                 del self.server.deleted[self.scope], self.server.values[self.scope]
         self._answer(HTTPStatus.OK)

@@ -49,20 +49,15 @@ def task(address: tuple[str, int], key: bytes) -> Callable[[int, Iterable[Any]],
 
 
 def run(
-    connection: Connection,
+    connection: Connection,  # takes output and exit code to the driver, and signals back
     rows: Iterable[Any],
-    command: list[str],
+    command: list[str],  # a `python` in it is the executor's
     environ: dict[str, str],
     folder: str,
-    status_file: str,
-    pipe_variable: str,
+    status_file: str,  # contains the rank's current step
+    pipe_variable: str,  # passes the descriptor of the row pipe to the rank; "": no rows are streamed
 ) -> None:
-    """Runs a rank's command until it exits or the driver disconnects.
-
-    `connection` carries output and the exit code to the driver, and signals back. A `python` in `command` is the
-    executor's. `status_file` contains the rank's current step. `pipe_variable` passes the descriptor of the row pipe to
-    the rank; "": no rows are streamed.
-    """
+    """Runs a rank's command until it exits or the driver disconnects."""
     lock = threading.Lock()
 
     def report(**message: Any) -> None:
