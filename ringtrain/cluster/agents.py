@@ -127,7 +127,7 @@ class HostAgents:
     # ---- start ----------------------------------------------------------------------------------------------------
 
     def connect(self, hosts: Sequence[str], is_used: bool, poll: Callable[[], None]) -> None:
-        """Starts an agent here and on other hosts; with all others ready, raises HostsLost for those that do not answer."""
+        """Starts agents here and on other hosts; raises HostsLost for those that fail, after all others are ready."""
         raise_limits()
         waiting = deque(["", *hosts])
         refused: dict[str, HostAgent] = {}

@@ -35,7 +35,7 @@ def run(
     events: Sequence[Any] | None = None,
     prefix_output_with_timestamp: bool = False,
 ) -> int:
-    """Runs a command and returns its exit code, negative for a signal; waits for others that hold its output if it is 0."""
+    """Runs a command; returns its exit code, negative for a signal. A success waits for others that hold its output."""
     from horovod.runner.common.util.safe_shell_exec import prefix_connection
     from horovod.runner.util.threads import in_thread
 

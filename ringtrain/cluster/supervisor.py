@@ -42,7 +42,7 @@ MAX_SHOWN = 10
 
 
 def run(supervisor: Supervisor, planner: Callable[[Job], Plan]) -> JobResult:
-    """Runs a job, prints the exit cause last. Raises HostsLost and LaunchError before it starts, PlacementError after."""
+    """Runs a job and prints the exit cause last. Raises HostsLost, LaunchError (before a start) or PlacementError."""
     with supervisor:
         code, lost = 0, None
         try:

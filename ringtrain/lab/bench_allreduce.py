@@ -91,18 +91,14 @@ def main(options: Options, launch: LaunchOptions) -> int:
 
 
 def summary(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Combines the measurements of all starts, in the order of turns.
-
-    Returns:
-        Per size and method: seconds; bus bandwidth as NCCL's tests have it, bytes / seconds x 2 (N - 1) / N, which is
-        what a ring moves through the link of a rank; and how many times as fast as MPI_Allreduce.
-    """
+    """Combines the measurements of all starts, per size and method, in the order of turns."""
     seconds: dict[tuple[int, str], list[float]] = {}
     for one in measured:
         seconds.setdefault((one["bytes"], one["method"]), []).extend(one["seconds"])
     num_ranks = measured[0]["num_ranks"]
     found = []
     for (num_bytes, method), values in sorted(seconds.items(), key=lambda item: item[0][0]):
+        # As NCCL's tests have it: the bytes that a ring moves through the link of a rank.
         moved = num_bytes * 2 * (num_ranks - 1) / num_ranks
         library = seconds.get((num_bytes, MPI_ALLREDUCE))
         found.append(
@@ -111,7 +107,7 @@ def summary(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "method": method,
                 "seconds": stats.Spread.of(values),
                 "bus_gb_per_s": stats.Spread.of([moved / value / 1e9 for value in values]),
-                "speed": stats.ratios(library, values) if library else None,
+                "speed": stats.ratios(library, values) if library else None,  # times as fast as MPI_Allreduce
             }
         )
     return found
@@ -177,17 +173,7 @@ def horovod(sizes: Sequence[int], over: str) -> list[dict[str, Any]]:
 
 
 def measure(methods: Mapping[str, Method], sizes: Sequence[int], rank: int, gather: Gather) -> list[dict[str, Any]]:
-    """Times all methods for all sizes, alternately. A collective.
-
-    Args:
-        sizes: bytes, multiples of 4.
-
-    Returns:
-        On every rank, per size and method: seconds of a call, one per block, the slowest rank's.
-
-    Raises:
-        OutOfSync: On every rank: a sum is wrong.
-    """
+    """Times methods alternately, for sizes in bytes (multiples of 4): seconds of a call, slowest rank. Collective."""
     found = []
     num_ranks = len(gather(rank))
     for num_bytes in sizes:

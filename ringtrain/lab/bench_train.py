@@ -62,16 +62,7 @@ def main(options: Options, launch: LaunchOptions) -> int:
 
 
 def on_ranks(train_args: Sequence[str], num_steps: int, turns: int) -> dict[str, Any]:
-    """Times blocks of steps on all ranks.
-
-    Args:
-        train_args: Options of ringtrain.train.
-        num_steps: Steps of a block, without its warm-up steps.
-        turns: Number of blocks of each kind.
-
-    Returns:
-        Images per second of all ranks together in each turn, as a ring and alone.
-    """
+    """Times blocks of steps on all ranks: images per second of all together in each turn, as a ring and alone."""
     import keras
 
     from ringtrain import data, hvd, strategies

@@ -39,12 +39,7 @@ def plain(function: str, help: str, description: str) -> Command:
 def on_ranks(
     function: str, help: str, description: str, usage: str, without: Collection[str] = NOT_MEASURED
 ) -> Command:
-    """Command that starts ranks: calls module:function of the lab with its options and those of launch.
-
-    Args:
-        usage: Its required options, and the words after them.
-        without: Options of launch that it does not have.
-    """
+    """Command that starts ranks: calls module:function of the lab with its options and those of launch."""
 
     def add_own(parser: Parser) -> None:
         add(parser, options_of(_imported(function)[1]).values())

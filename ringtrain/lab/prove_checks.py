@@ -207,11 +207,7 @@ def in_sync(ranks: Outcome) -> Check:
 
 
 def apart(ours: Mapping[str, NDArray[Any]], others: Mapping[str, NDArray[Any]], kinds: Mapping[str, str]) -> float:
-    """Largest distance of two states' arrays, relative to their norms.
-
-    An array of less than `LEAST_NORM` of its kind's norm counts as if it had that: weights whose gradient is zero in
-    theory, such as the bias of an attention's keys, are nothing but rounding.
-    """
+    """Largest distance of two states' arrays, relative to their norms."""
     floats = {name: array for name, array in others.items() if array.dtype.kind == "f" and name in ours}
     norms = {name: float(np.linalg.norm(np.asarray(array, float))) for name, array in floats.items()}
     squares: defaultdict[str, float] = defaultdict(float)
@@ -220,6 +216,7 @@ def apart(ours: Mapping[str, NDArray[Any]], others: Mapping[str, NDArray[Any]], 
     distances = [0.0]
     for name, norm in norms.items():
         if ours[name].shape == floats[name].shape:
+            # Weights whose gradient is zero in theory, such as the bias of attention keys, are nothing but rounding.
             least = LEAST_NORM * math.sqrt(squares[kinds.get(name, name)])
             distance = float(np.linalg.norm(np.subtract(ours[name], floats[name], dtype=float)))
             distances.append(distance / max(norm, least, 1e-12))

@@ -26,11 +26,7 @@ def of_trainer() -> keras.callbacks.Callback:
 
 
 class Rows(keras.callbacks.Callback):
-    """Writes a line per epoch with the checksums of all rows that this rank has trained, to a file of its own.
-
-    Args:
-        fit: Name of the run.
-    """
+    """Writes a line per epoch with the checksums of all rows that this rank has trained, to a file of its own."""
 
     def __init__(self, fit: str) -> None:
         super().__init__()

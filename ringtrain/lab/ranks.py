@@ -29,13 +29,7 @@ def launch_words(launch: LaunchOptions, left_out: Collection[str]) -> list[str]:
 
 
 def call(launch: LaunchOptions, function: str, *args: Any) -> Any:
-    """Calls a function on every rank of one start and returns the result of rank 0.
-
-    Args:
-        launch: How ranks are started; its command is not used.
-        function: module:function.
-        args: Arguments of the function, which JSON can hold, as its result.
-    """
+    """Calls module:function on every rank of one start and returns rank 0's result; JSON holds arguments and result."""
     from ringtrain.cluster.launch import launch as start
 
     with tempfile.TemporaryDirectory(prefix="ringtrain-bench-") as folder:

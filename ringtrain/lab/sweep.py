@@ -168,14 +168,7 @@ def record_of(trial: Any) -> dict[str, Any]:
 
 
 def evaluate(runs: Sequence[Path]) -> list[dict[str, Any]]:
-    """Evaluates models on the test samples, and their averaged probabilities.
-
-    Args:
-        runs: Folders, the best first.
-
-    Returns:
-        Accuracy and cross-entropy of each model, and of the average.
-    """
+    """Accuracy and cross-entropy of the models of runs, the best first, and of their averaged probabilities."""
     labels, first = predict(runs[0])
     predicted = [first]
     for run in runs[1:]:

@@ -44,12 +44,7 @@ def optuna() -> Any:
 
 
 def read(path: Path, is_trainer: bool) -> Space:
-    """Reads a search space.
-
-    Args:
-        is_trainer: All names are options of `ringtrain.train`. Else those without a section are the script's own
-            values, others options of `ringtrain.fit`.
-    """
+    """Reads a search space: the trainer's options, or a script's values (no section) and options of ringtrain.fit."""
     types = option_types()
     known = [option for option in types if not option.startswith(OF_THE_SWEEP)]
     if not is_trainer:
@@ -123,12 +118,7 @@ def grid(path: Path, space: Space) -> list[dict[str, Any]]:
 
 
 class Study:
-    """Trials of a sweep in Optuna's storage.
-
-    Args:
-        sampler: random or tpe; not used with `points`.
-        points: Values of all trials of a grid.
-    """
+    """Trials of a sweep in Optuna's storage. `points` are the values of all trials of a grid, in place of a sampler."""
 
     def __init__(
         self, folder: Path, space: Space, sampler: str, minimize: bool, points: Sequence[Mapping[str, Any]] = ()

@@ -92,12 +92,7 @@ class Running:
 
 
 class Sweep:
-    """Runs trials until the study has enough or a signal arrives.
-
-    Args:
-        most: Number of trials in all.
-        launch_words: Options of ringtrain launch for all trials.
-    """
+    """Runs trials until the study has `most` in all, or a signal arrives."""
 
     def __init__(
         self,

@@ -41,11 +41,7 @@ def is_python(words: Sequence[str]) -> bool:
 
 
 def place_of_script(words: Sequence[str]) -> int:
-    """Index of the script, or of -m, in a command line of Python.
-
-    Raises:
-        ValueError: There is none, or the command is not Python's.
-    """
+    """Index of the script, or of -m, in a command line of Python; raises ValueError if there is none."""
     index = 1
     while index < len(words) and is_python(words):
         word = words[index]

@@ -23,12 +23,10 @@ WRAPPERS = ("sh", "bash", "dash", "ksh", "zsh", "uv", "conda", "mamba", "microma
 
 
 def share_cores(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Lets TensorFlow start with this rank's share of the host's cores, in place of all of them on each rank.
-
-    Not if the user has chosen threads, TensorFlow has started, or the launcher does not tell the ranks of the host.
-    """
+    """Lets TensorFlow start with this rank's share of the host's cores, in place of all of them on each rank."""
     local_size = launched_local_size(environ)
     eager = sys.modules.get("tensorflow.python.eager.context")
+    # The user has chosen threads, TensorFlow has started, or the launcher does not tell the ranks of the host.
     if not local_size or INTRA_OP in environ or INTER_OP in environ or (eager and eager.context()._initialized):
         return
     own, _ = count_cores()
@@ -40,10 +38,7 @@ def share_cores(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def num_threads(configured: int) -> int:
-    """Threads with which TensorFlow computes an operation in this process.
-
-    configured: `tf.config.threading.get_intra_op_parallelism_threads()`; 0: the environment decides.
-    """
+    """Threads with which TensorFlow computes an operation in this process. configured 0: the environment decides."""
     of_variable = os.environ.get(INTRA_OP, "")
     return configured or (int(of_variable) if of_variable.isdecimal() else 0) or count_cores()[0]
 
@@ -58,20 +53,17 @@ def cores_of_job(local_size: int, environ: Mapping[str, str] = os.environ) -> in
 
 
 def count_cores(quota: Path = QUOTA) -> tuple[int, int]:
-    """Counts the cores that this rank, and that all ranks of its host together, may use.
-
-    A launcher that binds ranks to cores is not bound itself: its cores are the host's. A container's limit counts, too:
-    `quota` holds microseconds of CPU time per period, e.g. "200000 100000".
-    """
+    """Counts the cores that this rank, and that all ranks of its host together, may use."""
     own = os.sched_getaffinity(0)
     together = set(own)
+    # A launcher that binds ranks to cores is not bound itself: its cores are the host's.
     for process in _launching():
         try:
             together |= os.sched_getaffinity(process)
         except OSError:
             break
     try:
-        allowed_us, period_us = quota.read_text().split()
+        allowed_us, period_us = quota.read_text().split()  # of CPU time per period, e.g. "200000 100000"
         limit = max(1, int(allowed_us) // int(period_us))
     except (OSError, ValueError):  # no control groups, or "max"
         limit = len(together)

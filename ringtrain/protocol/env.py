@@ -84,20 +84,16 @@ def path_with_own(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def is_activated(environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether an environment is activated: a variable names it, and its programs are on PATH.
-
-    The kernel of a notebook may inherit the variable alone.
-    """
+    """Returns whether an environment is activated: a variable names it, and its programs are on PATH."""
     prefixes = (environ.get("VIRTUAL_ENV"), environ.get("CONDA_PREFIX"))
     folders = environ.get("PATH", os.defpath).split(os.pathsep)
+    # The kernel of a notebook may inherit the variable alone.
     return any(prefix and str(Path(prefix, "bin")) in folders for prefix in prefixes)
 
 
 def installer(wanted: Mapping[str, Any] | None = None) -> list[str]:
-    """Arguments of the command that installs a package in this Python's environment, without the package.
-
-    Also a fact of `ringtrain doctor`, whose hosts run its source: it uses `os` and `sys` alone.
-    """
+    """Arguments of the command that installs a package in this Python's environment, without the package."""
+    # Uses `os` and `sys` alone: hosts of `ringtrain doctor` run this source.
     project = os.path.dirname(sys.prefix)
     made_by = os.path.join(sys.prefix, "pyvenv.cfg")
     if os.path.exists(made_by):
@@ -111,10 +107,7 @@ def installer(wanted: Mapping[str, Any] | None = None) -> list[str]:
 
 
 def install(package: str = "") -> str:
-    """Shell command that installs a package in this environment, by default all that training needs.
-
-    In the environment that set-up has made, set-up does that. WHEELS: the folder with ringtrain's wheels.
-    """
+    """Shell command that installs a package in this environment, by default all that training needs."""
     if Path(sys.prefix, "setup", "stamp").exists():
         return "launch/setup.sh"
     return f"{shlex.join(installer())} {shlex.quote(package) if package else ALL_OF_IT}"
@@ -125,4 +118,4 @@ def for_this_environment(text: str) -> str:
     return text.replace("pip install ", f"{shlex.join(installer())} ")
 
 
-ALL_OF_IT = "WHEELS/*.whl 'ringtrain[cpu]'"
+ALL_OF_IT = "WHEELS/*.whl 'ringtrain[cpu]'"  # WHEELS: the folder with ringtrain's wheels

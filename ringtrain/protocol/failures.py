@@ -76,10 +76,7 @@ class Failure:
 
 
 def report_failure(error: BaseException, rank: int, exit_code: int, with_traceback: bool, host: str = "") -> None:
-    """Reports to the launcher, if there is one, why a rank exits; with a traceback for bugs. host "": this one.
-
-    This rank then ends within THREADS_S, also if threads of its script are still running.
-    """
+    """Reports to the launcher, if there is one, why a rank exits; with a traceback for bugs. `host` "": this one."""
     _failures.append(error)
     job = os.environ.get(JOB)
     if not job:
@@ -185,12 +182,9 @@ def report_uncaught_from_start(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def report_process(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Reports this process as the one that trains, if the rank's command is a script or program that started it.
-
-    In a PID namespace of its own it reports nothing, since the launcher's host has another ID for it. Removes the ID of
-    the first process from environ, so that child processes do not report.
-    """
-    first = environ.pop(FIRST_PROCESS, "")
+    """Reports this process as the one that trains, if the rank's command is a script or program that started it."""
+    first = environ.pop(FIRST_PROCESS, "")  # so that child processes do not report
+    # In a PID namespace of its own it reports nothing: the launcher's host has another ID for it.
     if environ.get(JOB) and first in map(str, ancestors(os.getppid())):
         _write([f"{MARK}:{environ[JOB]}:process:{first}:{os.getpid()}:{socket.gethostname()}"])
 

@@ -55,11 +55,9 @@ def launched_local_size(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def other_launcher(environ: Mapping[str, str], mpi: str) -> str:
-    """Reason why a rank of MPICH's or Intel MPI's launcher cannot use a library built with `mpi`, or "".
-
-    Open MPI would end the process with an error of its own, or take it for a job of one rank.
-    """
+    """Reason why a rank of MPICH's or Intel MPI's launcher cannot use a library built with `mpi`, or ""."""
     hydra, open_mpi = RANK_VARIABLES["Hydra"], RANK_VARIABLES["Open MPI"]
+    # Open MPI would end the process with an error of its own, or take it for a job of one rank.
     if "Open MPI" not in mpi or hydra.local_size not in environ or open_mpi.rank in environ:
         return ""
     text = "this rank was started by the mpirun of MPICH or Intel MPI, but Horovod is built with Open MPI"

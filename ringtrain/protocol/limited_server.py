@@ -17,10 +17,7 @@ REQUEST_S = 10.0
 
 
 class LimitedServer(socketserver.ThreadingTCPServer):
-    """Server whose clients can neither keep it from ending nor hold its threads.
-
-    A connection counts as unauthenticated until its handler calls `trust`, which ends the time limit, too.
-    """
+    """Server whose clients can neither keep it from ending nor hold its threads."""
 
     daemon_threads = True
     block_on_close = False
@@ -34,7 +31,7 @@ class LimitedServer(socketserver.ThreadingTCPServer):
         super().__init__(*args)
 
     def trust(self, connection: Any) -> None:
-        """Ends the limits of a connection."""
+        """Ends the limits of a connection, as its client is authenticated."""
         with self._changing:
             self._unauthenticated.pop(connection, None)
 

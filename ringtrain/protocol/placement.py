@@ -77,14 +77,11 @@ def expectation(environ: Mapping[str, str]) -> PlannedPlacement | None:
 
 
 def difference(expected: PlannedPlacement, ranks: Iterable[RankPlacement]) -> str:
-    """Table of differences between planned and actual placement, with a hint how to fix them; "" if there are none.
-
-    Hosts may call themselves by other names than the plan's, as long as each planned host is one host, and no two of
-    them are the same. `ranks`: All ranks, or those known so far.
-    """
+    """Table of differences between the plan and the ranks known so far, with a hint how to fix them; "" if none."""
     planned = expected.ranks()
     short = Counter(_short(name) for name, _ in expected.hosts)
     by_name = {_short(name): name for name, _ in expected.hosts if short[_short(name)] == 1}
+    # Hosts may have other names than the plan's: each planned host must be one host, and no two of them the same.
     actual_of: dict[str, str] = {}
     planned_of: dict[str, str] = {}
     taken: dict[tuple[str, str], int] = {}

@@ -31,10 +31,7 @@ CHATTER = re.compile(
 
 
 class Lines:
-    """Splits the output of processes into lines, which keep their ends; a progress bar's carriage return also ends one.
-
-    An incomplete line that may contain `mark`, the start of a report, is held back until its end.
-    """
+    """Splits the output of processes into lines with their ends, of which a progress bar's carriage return is one."""
 
     WAIT_S = 0.2
     """delay after which an incomplete line is returned"""
@@ -60,7 +57,7 @@ class Lines:
         if len(text) < self.MAX_BYTES and (
             not text
             or time.monotonic() < self._since_s + self.WAIT_S
-            or self._beginnings[-1] in text
+            or self._beginnings[-1] in text  # it may contain a report: it is held back until its end
             or text.endswith(self._beginnings)
         ):
             return []
@@ -142,10 +139,8 @@ class Reader:
                 self.failures[int(rank)] = failure
 
     def first_failure(self) -> Failure | None:
-        """Earliest failure; a follow-up error only if there is no other.
-
-        Clocks of hosts differ: between hosts the order of arrival counts, on the first one its clock.
-        """
+        """Earliest failure; a follow-up error only if there is no other."""
+        # Clocks of hosts differ: between hosts the order of arrival counts, on the first one its clock.
         arrived = [self.failures[rank] for rank in self._pieces if rank in self.failures]
         failures = [failure for failure in arrived if not failure.is_consequence] or arrived
         on_first_host = [failure for failure in failures if failure.host == failures[0].host]

@@ -18,23 +18,20 @@ STATUS_LENGTH = 80
 
 
 class StatusLine:
-    """Status line of one rank, readable by its user while the process is stopped and, with a launcher, after it.
-
-    With a launcher it is a file in /dev/shm, which the host agent reads and removes after the process has exited. No
-    file of another user and no link is written to. Without one it is memory that `look_at` alone finds. Errors never
-    stop training.
-    """
+    """Status line of one rank, readable by its user while the process is stopped and, with a launcher, after it."""
 
     def __init__(self, rank: int, environ: Mapping[str, str] = os.environ) -> None:
         self.descriptor = -1
         job = environ.get(JOB)
         if job:
+            # A file in /dev/shm, which the host agent reads and removes after the process has exited.
             path = f"{STATUS_FILES}-{job}-{rank}"
             self.descriptor = open_own(path)
             if self.descriptor < 0:
                 self.descriptor = open_own(f"{path}.{secrets.token_hex(8)}")
         if self.descriptor < 0:
             with contextlib.suppress(OSError):  # what cannot be shown must not stop training
+                # Memory that `look_at` alone finds.
                 self.descriptor = os.memfd_create("ringtrain")
 
     def put(self, global_step: int, phase: str) -> None:

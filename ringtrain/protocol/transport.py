@@ -88,12 +88,10 @@ class Wire:
     def exchange(
         self, message: dict[str, Any], seconds: float, is_enough: Callable[[], bool] = lambda: False
     ) -> list[dict[str, Any]]:
-        """Sends a message to all peers and returns those received.
-
-        Lasts `seconds`, or until `wake` or `is_enough`. A peer that has not taken the previous message yet is skipped.
-        """
+        """Sends a message to all peers and returns those received in `seconds`, or until `wake` or `is_enough`."""
         self._line = _line_of(message)
         for connection in list(self._connections.values()):
+            # A peer that has not taken the previous message yet is skipped.
             if not connection.to_send and connection.knows_token:
                 connection.to_send = self._line
                 self._send(connection)
