@@ -156,15 +156,12 @@ def optimizers_of(model: keras.Model, optimizer: Any = None) -> list[Any]:
 
 
 def slots_of(model: keras.Model, optimizer: Any = None) -> list[Any]:
-    """Returns the variables of all of these optimizers; arguments as for `optimizers_of`.
-
-    Also those that Keras does not track: of TensorFlow, or of an optimizer within another one, as Nadam's are in a
-    `LossScaleOptimizer`.
-    """
+    """Returns the variables of all `optimizers_of` a model, also those that Keras does not track."""
     found: dict[int, Any] = {}
     weights = {id(variable) for variable in model.variables}
     for held in optimizers_of(model, optimizer):
         found |= {id(variable): variable for variable in held.variables}
+        # Variables of TensorFlow, or of an optimizer within another one, as Nadam's are in a `LossScaleOptimizer`.
         found |= {id(variable): variable for variable in _variables_in(held, set()) if id(variable) not in weights}
     return list(found.values())
 

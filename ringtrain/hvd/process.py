@@ -51,17 +51,15 @@ class ProcessState:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """The garbage collector skips all that was created until the end of this block.
-
-    TensorFlow and Keras create some 370,000 objects that live as long as the process. To traverse them takes 0.7 s of
-    their import, 0.2 s of each full collection, also during training, and more than a second at exit.
-    """
+    """The garbage collector skips all that was created until the end of this block."""
     enabled = gc.isenabled()
     if "keras" in sys.modules:  # imported by a script, whose garbage would be kept
         gc.collect()
     gc.disable()
     try:
         yield
+        # To traverse the 370,000 objects of TensorFlow and Keras takes 0.7 s of their import, 0.2 s of each full
+        # collection, also during training, and more than a second at exit.
         gc.freeze()
     finally:
         if enabled:

@@ -20,12 +20,7 @@ OP_WORDS = {Average: "averaged", Sum: "summed", Adasum: "combined by Adasum"}
 
 @dataclass(eq=False)
 class Reduction:
-    """Function that reduces the gradients of one optimizer, with the arguments of `DistributedOptimizer`.
-
-    `accumulated_scale` multiplies the result: Keras averages over micro-steps, but Horovod's `backward_passes_per_step`
-    sums. `share` multiplies this rank's gradients, in `_Reducing.weighted`. `reducer` replaces the allreduce of dense
-    gradients. `merge_rows` adds up the rows of a sparse gradient before the update.
-    """
+    """Function that reduces the gradients of one optimizer, with the arguments of `DistributedOptimizer`."""
 
     name: str
     device_dense: str
@@ -37,11 +32,11 @@ class Reduction:
     groups: int | list[Any] | None
     process_set: ProcessSet
     scale_local_gradients: bool
-    accumulated_scale: float = 1.0
+    accumulated_scale: float = 1.0  # of the result: Keras averages over micro-steps, `backward_passes_per_step` sums
     deterministic: bool = False
-    merge_rows: bool = False
-    reducer: Reducer | None = field(init=False, default=None)
-    share: Any = None
+    merge_rows: bool = False  # add up the rows of a sparse gradient before the update
+    reducer: Reducer | None = field(init=False, default=None)  # replaces the allreduce of dense gradients
+    share: Any = None  # multiplies this rank's gradients, in `_Reducing.weighted`
     _graphs: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:

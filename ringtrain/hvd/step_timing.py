@@ -26,32 +26,23 @@ if TYPE_CHECKING:
 MOMENTS = ("input", "computed", "reduced")
 GRAPH = "step"
 """phase that the timestamps divide further"""
-BETWEEN_MEASUREMENTS_S = 0.05
+BETWEEN_MEASUREMENTS_S = 0.05  # since reading the timestamps takes 0.1 ms
 
 
 class PhaseTracker:
-    """Phase and timestamps of this process. The main thread writes, other threads read.
-
-    Attributes:
-        phase: start, step, callbacks, evaluate, save, or reduce while it waits for the other ranks.
-        changes: Number of changes of phase, evaluated batches and other signs of progress.
-        waited_s: Total seconds in reduce, outside of the steps' graphs.
-        seconds: Total seconds in each phase so far, without the current one.
-        counted_as: Phase of which the seconds of the current one are a part, or its own name.
-        measured_s: Total seconds of input, computation, callbacks and waiting in the steps that were measured.
-    """
+    """Phase and timestamps of this process. The main thread writes, other threads read."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Makes the tracker like new, at the start of each training of a process: no counts, no watched model."""
-        self.phase = "start"
-        self.changes = 0
-        self.waited_s = 0.0
-        self.seconds: dict[str, float] = {}
-        self.measured_s: Sequence[float] = (0.0,) * 4
-        self.counted_as = self.phase
+        self.phase = "start"  # or step, callbacks, evaluate, save, or reduce while it waits for the other ranks
+        self.changes = 0  # of phase, evaluated batches and other signs of progress
+        self.waited_s = 0.0  # in reduce, outside of the steps' graphs
+        self.seconds: dict[str, float] = {}  # in each phase so far, without the current one
+        self.measured_s: Sequence[float] = (0.0,) * 4  # input, computation, callbacks, waiting in measured steps
+        self.counted_as = self.phase  # phase of which the seconds of the current one are a part
         self._since_s = time.perf_counter()
         self.on_change: Callable[[], None] = lambda: None
         self._moments: tf.Variable | None = None
@@ -170,11 +161,7 @@ def during(phase: str) -> Iterator[None]:
 
 
 class StepTimer(keras.callbacks.Callback):
-    """Callback that measures the parts of this rank's steps; must follow `Clock` in the list.
-
-    For the rank's heartbeat, it is also the `Activity` of a run: step and phase. It measures one
-    step in BETWEEN_MEASUREMENTS_S, since reading the timestamps takes 0.1 ms.
-    """
+    """Callback that measures the parts of this rank's steps, after `Clock` in the list; `Activity` of the heartbeat."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()

@@ -27,14 +27,7 @@ OWN, WRAPPERS, COMPOSED = "", "ringtrain_step_layers", "ringtrain_step"
 
 
 def wrap(model: keras.Model, layer: str, wrapper: Callable[[TrainStep], TrainStep]) -> None:
-    """Adds a layer around a model's training step, or replaces it.
-
-    Args:
-        model: Any Keras model.
-        layer: One of `LAYERS`.
-        wrapper: Returns the step with this layer, given the step without it. It is called again whenever a layer
-            further inside changes.
-    """
+    """Adds a layer of `LAYERS` around a model's training step, or replaces it; `wrapper` gets the step without it."""
     wrappers = vars(model).setdefault(WRAPPERS, {})
     found = vars(model).get("train_step")
     if found is not None and found is not vars(model).get(COMPOSED):
@@ -43,7 +36,7 @@ def wrap(model: keras.Model, layer: str, wrapper: Callable[[TrainStep], TrainSte
         for inside in wrappers:
             wrappers[inside] = lambda step: step
         wrappers[OWN] = lambda _: found
-    wrappers[layer] = wrapper
+    wrappers[layer] = wrapper  # called again whenever a layer further inside changes
     _compose(model, wrappers)
 
 
@@ -71,10 +64,8 @@ def is_own(model: keras.Model) -> bool:
 
 
 def be_traced_anew(model: keras.Model) -> None:
-    """Replaces a training step that is a `tf.function` by its Python function.
-
-    As a `tf.function`, it would keep what was traced before training, without the reduction and the update.
-    """
+    """Replaces a training step that is a `tf.function` by its Python function."""
+    # A `tf.function` would keep what was traced before training, without the reduction and the update.
     function = getattr(model.train_step, "python_function", None)
     if function is not None:
         vars(model)["train_step"] = function

@@ -19,24 +19,18 @@ class LossIsKnown(Exception):
 
 @contextlib.contextmanager
 def gradients_kept(model: keras.Model, num_parts: Any, until_loss: bool = False) -> Iterator[dict[int, Any]]:
-    """Context in which a model's optimizer keeps gradients, by the weight's id, instead of applying them.
-
-    With a loss scale, the loss of a part is as small as its summand in the mean over all parts: the gradients of a mean
-    over few rows are larger than those of one over all rows, and would overflow in float16 at a smaller scale.
-
-    Args:
-        num_parts: Of a batch.
-        until_loss: The step raises LossIsKnown when its loss is complete, which Keras then scales.
-    """
+    """Context in which a model's optimizer keeps gradients, by the weight's id, instead of applying them."""
     optimizer = model.optimizer
     kept: dict[int, Any] = {}
     scale_loss = optimizer.scale_loss
     is_scaled = False
 
+    # With a loss scale, a part's loss is its summand in the mean over all parts: gradients of a mean over few rows are
+    # larger than those over all rows, and would overflow in float16 at a smaller scale.
     def scale_summand(loss: Any) -> Any:
         nonlocal is_scaled
         if until_loss:
-            raise LossIsKnown
+            raise LossIsKnown  # Keras scales it when it is complete
         is_scaled = True
         return scale_loss(loss) / tf.cast(num_parts, loss.dtype)
 

@@ -46,16 +46,7 @@ SEED_STEP = 7_368_787
 
 
 class Step:
-    """Training step of a compiled and built model on all ranks; the model trains by it while it is installed.
-
-    Args:
-        sums: How statistics and metrics are summed with the gradients. None: each rank has its own.
-
-    Attributes:
-        fingerprint: Of all batches so far, if they have one; below 2 ** 31.
-        has_own: Whether the model has a `train_step` of its own, which updates weights. Where parts are summed, it is
-            undone as a whole; else gradients are summed here, and one update follows.
-    """
+    """Training step of a compiled and built model on all ranks; the model trains by it while it is installed."""
 
     share: tf.Variable | None = None
     """of this rank, where each rank has statistics of its own"""
@@ -63,11 +54,12 @@ class Step:
 
     def __init__(self, model: keras.Model, sums: Sums | None = None) -> None:
         self.model = model
-        self.sums = sums
+        self.sums = sums  # how statistics and metrics are summed with the gradients; None: each rank has its own
+        # A model's own step updates weights: where parts are summed, it is undone as a whole; else one update follows.
         self.has_own = train_step.is_own(model)
         self._inner: train_step.TrainStep
         """the step without this layer"""
-        self.fingerprint = tf.Variable(0.0, trainable=False, dtype=tf.float64)
+        self.fingerprint = tf.Variable(0.0, trainable=False, dtype=tf.float64)  # of all batches; below 2 ** 31
         self._metric_of: dict[str, str] = {}
         """by the name of a log, the name in `metric_results` of the result that it is"""
         self._assigned: dict[int, Any] = {}
@@ -89,14 +81,8 @@ class Step:
         return f"the loss {names} has no number per row: it is computed of each rank's rows, and averaged"
 
     def divide(self, has_header: bool, has_empty_parts: bool) -> None:
-        """Declares how batches come, before the model trains.
-
-        Args:
-            has_header: As (`data.Header`, batch), since parts have different numbers of rows, or ranks compare what
-                they have read.
-            has_empty_parts: A share can be 0. The row in its place then changes no metric and no statistic.
-        """
-        self.has_empty_parts = has_empty_parts
+        """Declares before training how batches come: as (`data.Header`, batch), and whether a share can be 0."""
+        self.has_empty_parts = has_empty_parts  # whose row then changes no metric and no statistic
         # A variable, as the step may be traced once for all batches.
         if has_header and self.sums is None:
             self.share = tf.Variable(1.0, trainable=False, dtype=tf.float64)
@@ -338,10 +324,7 @@ class Step:
     def _part(
         self, rows: Any, number: Any, before: dict[int, Any], share: Any, until_loss: bool = False
     ) -> tuple[StepResult, Mapping[str, Any]]:
-        """Gradients of a part of the rows, and the statistics, counters, metrics and logs to which it leads.
-
-        until_loss: The losses are enough; raises LossIsKnown as early as possible.
-        """
+        """Results and logs of a part of the rows; with `until_loss`, raises LossIsKnown as early as possible."""
         # Each part starts from the same state, or its result would depend on how parts are distributed over ranks.
         for variable in [*self.moving, *self.counters]:
             variable.assign(before[id(variable)])
@@ -423,10 +406,8 @@ def _results(model: keras.Model) -> dict[tuple[int, str], tuple[str, Any]]:
 
 
 def metric_results(model: keras.Model) -> dict[str, Any]:
-    """Results of a model's metrics by name, and what a `compute_metrics` of its own makes of their states.
-
-    Of several metrics of one name, only the last has it here, as in Keras; the others are numbered.
-    """
+    """Results of a model's metrics by name, and what a `compute_metrics` of its own makes of their states."""
+    # Of several metrics of one name, only the last has it here, as in Keras; the others are numbered.
     results = dict(_results(model).values()) | flat_logs(model.get_metrics_result())
     if type(model).compute_metrics is keras.Model.compute_metrics:
         return results

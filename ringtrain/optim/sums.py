@@ -41,13 +41,9 @@ class StepResult(NamedTuple):
 
 
 class Sums(Protocol):
-    """How the parts of all ranks are added up.
+    """How the parts of all ranks are added up."""
 
-    Attributes:
-        is_one_part: Whether each rank has one part, so that a step of the model's own can update by itself.
-    """
-
-    is_one_part: bool
+    is_one_part: bool  # whether each rank has one part, so that a step of the model's own can update by itself
 
     def numbers(self, step: Step) -> Sequence[Any]:
         """Numbers of the parts that this rank's rows consist of; each has random numbers of its own."""
@@ -56,11 +52,8 @@ class Sums(Protocol):
         """Number of the parts of all ranks: float64 []."""
 
     def prepare(self, step: Step, computations: Sequence[Callable[..., Any]]) -> None:
-        """Computes what each of this rank's parts needs of all parts, before the first one. Collective.
-
-        Args:
-            computations: One of each part; with `until_loss=True` they may end early by `LossIsKnown`.
-        """
+        """Computes what this rank's parts, one computation each, need of all parts before the first. Collective."""
+        # With until_loss=True, a computation may end early by LossIsKnown.
 
     def over_parts(self, divisor: Any) -> Any:
         """Sum over the parts of all ranks of a loss' divisor, float64 [], within the forward pass."""

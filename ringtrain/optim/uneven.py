@@ -31,25 +31,17 @@ class LossWeights:
     Between `replace` and `restore`, those within `in_step` count as they do in the whole batch. Losses that are no
     mean or sum over rows, or that a model's own `train_step` computes by itself, stay those of each part. A number of
     a part that such a step adds to a `keras.metrics.Mean` counts as the mean over its rows.
-
-    Args:
-        num_parts: Returns the number of parts of a batch.
-        over_parts: Sums a number, float64 [], over the parts; see `optim.sums.Sums`.
-        is_divided: Whether there can be several parts.
-
-    Attributes:
-        of_whole_parts: Names of losses of the script without a number per row, as far as steps have used them.
     """
 
     def __init__(
         self,
         model: keras.Model,
         num_parts: Callable[[], Any],
-        over_parts: Callable[[Any], Any],
-        is_divided: bool = True,
+        over_parts: Callable[[Any], Any],  # sums a number, float64 [], over the parts; see `optim.sums.Sums`
+        is_divided: bool = True,  # whether there can be several parts
     ) -> None:
         self.model, self.num_parts, self.over_parts, self.is_divided = model, num_parts, over_parts, is_divided
-        self.of_whole_parts: set[str] = set()
+        self.of_whole_parts: set[str] = set()  # losses of the script without a number per row, used so far
         self._share: Any = None
         self._losses: list[Any] | None = None
         self._weighed: list[Any] = []
@@ -120,15 +112,13 @@ class LossWeights:
         self._updated.append(metric)
 
     def _of_output(self, loss: Any, weight: Any) -> tuple[Any, Any]:
-        """Loss of one output, in whose mean each batch counts 1; without a reduction, each of its rows does.
-
-        weight: Number of this part's rows, where it is known, as it is eagerly: a batch then counts as many times.
-        """
+        """Loss of one output, in whose mean each batch counts 1; without a reduction, each of its rows does."""
         part = self._share / self._num_parts
         if self._is_per_row:
             loss = loss * tf.cast(part, loss.dtype)
         if loss.shape.rank:
             return loss, tf.ones_like(loss)
+        # Eagerly `weight` is the number of this part's rows: a batch then counts as many times.
         return loss, part if weight is None else weight
 
     def _of_values(self, loss: Any, num_rows: Any) -> tuple[Any, Any]:

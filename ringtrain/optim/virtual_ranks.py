@@ -210,10 +210,8 @@ class SumsOverVirtualRanks:
 
 @contextlib.contextmanager
 def sums_as_written() -> Iterator[None]:
-    """Context in which TensorFlow does not rewrite sums and products of a graph by what else the graph holds.
-
-    A rank with one virtual rank would otherwise compute other last bits than one with several.
-    """
+    """Context in which TensorFlow does not rewrite sums and products of a graph by what else the graph holds."""
+    # A rank with one virtual rank would otherwise compute other last bits than one with several.
     name = "arithmetic_optimization"
     before = tf.config.optimizer.get_experimental_options().get(name, True)
     tf.config.optimizer.set_experimental_options({name: False})

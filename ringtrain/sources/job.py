@@ -26,23 +26,18 @@ def job_of(
     model: keras.Model,
     given: data.FitArguments,
     data_set: data.DataSet,
-    batch_size: int,
-    prefix: str,
-    numbers_of: Callable[[int, int], Numbers],
+    batch_size: int,  # rows of a step on all ranks, where the data do not bring their own batches
+    prefix: str,  # of the names of evaluated metrics
+    numbers_of: Callable[[int, int], Numbers],  # by training rows, and rows in a step
 ) -> Job:
-    """Makes a compiled model ready for several ranks; notes what these must have in common. Collective.
-
-    Args:
-        batch_size: Rows of a step on all ranks, where the data do not bring their own batches.
-        prefix: Of the names of evaluated metrics.
-        numbers_of: Makes the numbers of the run from those of training rows and of rows in a step.
-    """
+    """Makes a compiled model ready for several ranks; notes what these must have in common. Collective."""
     train, test = data_set.train, data_set.test
     is_shard = given.batch_per_rank or train.is_shard
     if hvd.size() > 1 and not is_shard:
         _refuse_stateful(model)
     validation = _validation_of(given, test, batch_size, prefix)
     unlike = script_model.build(run, model, train, batch_size)
+    # Last: the tracing before it replaces parts of the step.
     plan = {**train.plan, **script_model.compile_by_xla(run, model, train)}
 
     # A stream brings its own batches, which are the steps. Their number of rows is known only if it is the same in all.

@@ -127,14 +127,10 @@ def adopt(
     data_name: str,
     num_train: int,
     num_test: int,
-    batch_size: int,
+    batch_size: int,  # rows of a step on all ranks
     steps_per_epoch: int | None = None,
 ) -> Numbers:
-    """Writes what a script has compiled into the configuration; returns the numbers of its run.
-
-    Args:
-        batch_size: Rows of a step on all ranks.
-    """
+    """Writes what a script has compiled into the configuration; returns the numbers of its run."""
     # Elastic ranks share one global batch however many they are: its numbers are those of one rank.
     used = identity.used_optimizers(model)
     num_ranks = run.strategy.num_copies

@@ -45,10 +45,7 @@ def seed_by_rank(model: keras.Model, seed: int) -> None:
 
 
 def build(run: Run, model: keras.Model, train: data.NumberedRows | data.Stream, batch_size: int) -> list[str]:
-    """Builds model, metrics, loss and optimizers of a compiled model, distributed, with other seeds on each rank.
-
-    Returns the parts of the model whose results are not those of one process.
-    """
+    """Builds and distributes a compiled model; returns its parts whose results are not those of one process."""
     config, shares_state = run.config, run.strategy.shares_state
     on_device = devices.device_of_sums(config.device)
     if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, on_device):
@@ -139,10 +136,7 @@ def _tensor(leaf: Any) -> Any:
 
 
 def compile_by_xla(run: Run, model: keras.Model, train: data.NumberedRows | data.Stream) -> dict[str, str]:
-    """Compiles the gradients with XLA, if the option or the script asks for it; returns a row of the plan.
-
-    Last, as tracing for the comparisons before replaces parts of the step.
-    """
+    """Compiles the gradients with XLA, if the option or the script asks for it; returns a row of the plan."""
     is_option = run.config.train.jit
     if not is_option and model.jit_compile:
         return {"xla": "whole steps are compiled"}
@@ -190,10 +184,7 @@ def _counts_unequally(model: keras.Model, x: Any) -> bool:
 
 
 def distribute(run: Run, optimizers: Sequence[Any], door: str) -> None:
-    """Makes optimizers distributed; raises ConfigError for options that one that is distributed already does not have.
-
-    door: The function that a script has called.
-    """
+    """Makes optimizers distributed; raises ConfigError for options that a distributed one lacks."""
     changed = changed_options(run.config).items()
     options = {name: value for name, value in changed if name.startswith(OF_OPTIMIZER)}
     for optimizer in optimizers:
@@ -249,11 +240,7 @@ def _set_trainable(layers: Sequence[keras.Layer], values: Sequence[bool]) -> Non
 
 @contextlib.contextmanager
 def unchanged_afterwards(model: keras.Model, may_be_compiled: bool = False) -> Iterator[None]:
-    """Context after which model, optimizers and layers are as before it, but for what is trained; see docs/fit.md.
-
-    Args:
-        may_be_compiled: Whether XLA may compile whole steps, if the script asks for it, as nothing is reduced.
-    """
+    """Context after which model, optimizers and layers are as before it, but for what is trained; see docs/fit.md."""
     seeds_ranks = hvd.size() > 1
     optimizers = hvd.optimizers_of(model)
     of_script = [one for one in optimizers if distributed(one)]

@@ -18,13 +18,8 @@ OF_A_WHOLE_BATCH = ("dice", "tversky", "circle")
 
 
 def unlike_one_process(model: keras.Model, of_virtual_ranks: bool = False) -> list[str]:
-    """Parts of a built model whose results on several ranks may not be those of one process, a phrase each.
-
-    Args:
-        of_virtual_ranks: One process trains the parts of as many virtual ranks, with the same statistics and random
-            numbers for each.
-    """
-    found = [] if of_virtual_ranks else _of_each_rank(model)
+    """Parts of a built model whose results on several ranks may not be those of one process, a phrase each."""
+    found = [] if of_virtual_ranks else _of_each_rank(model)  # all have the same statistics and random numbers
     rank = "virtual rank" if of_virtual_ranks else "rank"
     names = [loss.name for loss in compiled_losses(model) if _function_of(loss.loss) in OF_A_WHOLE_BATCH]
     if names:

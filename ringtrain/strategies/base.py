@@ -28,28 +28,16 @@ Keras' logs. They end early if the data of the epoch do."""
 
 
 class Strategy:
-    """One way to train on several devices. A subclass overrides `distribute`, `training` and what else differs.
+    """One way to train on several devices. A subclass overrides `distribute`, `training` and what else differs."""
 
-    Attributes:
-        copies: Copies of the model in this process.
-        copies_name: Plural noun for the copies in messages.
-        over_grpc: Whether ranks use gRPC, which has no authentication: see docs/launching.md.
-        ranks_change: Whether ranks join and leave during training. Until they agree, others may be training.
-        trains_here: Whether this process computes gradients, whose phases can be measured.
-        has_gradient_norm: Whether the norm of the reduced gradients can be read.
-        shares_state: Whether moving statistics, seeds and metrics are equal on all ranks after every step.
-        about: Facts on the strategy for summary.json, besides its options.
-        other_hosts: Host of each further process, which is no rank of this training loop.
-        of_others: Host, versions and checksums of those that read data; they must equal this process'.
-    """
-
-    copies = 1
-    copies_name = "ranks"
-    over_grpc = False
-    ranks_change = False
-    trains_here = True
-    has_gradient_norm = True
-    other_hosts: Sequence[str] = ()
+    copies = 1  # of the model in this process
+    copies_name = "ranks"  # plural noun for the copies in messages
+    over_grpc = False  # whether ranks use gRPC, which has no authentication: see docs/launching.md
+    ranks_change = False  # whether ranks join and leave during training; until they agree, others may be training
+    trains_here = True  # whether this process computes gradients, whose phases can be measured
+    has_gradient_norm = True  # whether the norm of the reduced gradients can be read
+    other_hosts: Sequence[str] = ()  # of further processes, which are no ranks of this training loop
+    # Host, versions and checksums of processes that read data: they must equal those of this one.
     of_others: Sequence[tuple[str, Mapping[str, str]]] = ()
 
     def __init__(self, config: Config) -> None:
@@ -61,8 +49,9 @@ class Strategy:
                 f" {COLLECTIVES}=mpi4py for mpi-ring, or import no ringtrain.hvd before; only ringtrain.train, started"
                 f" by itself, has the others"
             )
+        # Whether moving statistics, seeds and metrics are equal on all ranks after every step.
         self.shares_state = self.ranks_change or config.train.virtual_ranks > 0
-        self.about: dict[str, Any] = {"ranks_talk_by": loaded}
+        self.about: dict[str, Any] = {"ranks_talk_by": loaded}  # facts for summary.json, besides its options
 
     @property
     def num_copies(self) -> int:
@@ -100,12 +89,7 @@ class Strategy:
         """Creates variables of a compiled model that Keras would create elsewhere, later; there are none here."""
 
     def share_rows(self, model: keras.Model, batch: Any) -> None:
-        """Prepares a model for a state that all ranks share; does nothing here.
-
-        Args:
-            model: Compiled and built.
-            batch: A batch of its data, or its specs.
-        """
+        """Prepares a built model, by a batch or its specs, for a state that all ranks share; does nothing here."""
 
     # ---- training and after it ---------------------------------------------------------------------------------------
 

@@ -38,10 +38,7 @@ if TYPE_CHECKING:
 
 
 def through_changes(run: Run, from_agreement: Callable[[], Any]) -> Any:
-    """Makes this rank's model alone, then trains with the others from an agreement on, again after every change.
-
-    Returns what `from_agreement` does.
-    """
+    """Makes this rank's model alone, then trains with the others from an agreement on, again after every change."""
     source = run.source = OtherRanks(run)
 
     def from_last_step(state: Any) -> Any:
@@ -55,11 +52,7 @@ def through_changes(run: Run, from_agreement: Callable[[], Any]) -> Any:
 
 
 class OtherRanks(FromCheckpoint):
-    """State of a run from the rank that is furthest, or from a checkpoint; see `run.context.Source`.
-
-    Attributes:
-        state: What the ranks share: model, folder, position, changes of ranks, and how far this rank is.
-    """
+    """State of a run from the rank that is furthest, or from a checkpoint; see `run.context.Source`."""
 
     def __init__(self, run: Run) -> None:
         self.strategy, configured = cast(Elastic, run.strategy), run.source
@@ -149,24 +142,17 @@ def _common(endings: Sequence[resume.Ending]) -> resume.Ending:
 
 
 class Elastic(Ring):
-    """Strategy ring whose ranks join and leave. Until `agree`, no collectives: other ranks may be training.
-
-    Attributes:
-        state: What the ranks share, set by `OtherRanks`.
-        callback_state: State of the user's callbacks.
-        of_rank_0: State of the callbacks that run on rank 0 only, which another rank may become.
-        ending: Why this rank was about to end before the last change.
-    """
+    """Strategy ring whose ranks join and leave. Until `agree`, no collectives: other ranks may be training."""
 
     ranks_change = True
     trains_here = False  # no heartbeats are compared
-    state: Any
-    callback_state: SharedCallbackState
-    of_rank_0: SharedCallbackState
+    state: Any  # that the ranks share, from `OtherRanks`
+    callback_state: SharedCallbackState  # of the user's callbacks
+    of_rank_0: SharedCallbackState  # of callbacks that run on rank 0 only, which another rank may become
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.ending = resume.Ending()
+        self.ending = resume.Ending()  # why this rank was about to end before the last change
         self._clock: ElasticClock | None = None
         """of the current ranks, once they train"""
 
@@ -242,17 +228,12 @@ class Elastic(Ring):
 
 
 class ElasticClock(resume.Clock):
-    """Counts the steps of some ranks; the end of an epoch or of training can be undone.
-
-    Attributes:
-        generation: ID of the ranks that train together.
-        is_open: Whether an epoch's last step is made, but not all that belongs to its end.
-    """
+    """Counts the steps of some ranks; the end of an epoch or of training can be undone."""
 
     def __init__(self, run: Run, generation: str) -> None:
         super().__init__(run.start, run.job.numbers.steps_per_epoch, run.status, run.journal)
-        self.run, self.generation = run, generation
-        self.is_open = run.start.is_open
+        self.run, self.generation = run, generation  # ID of the ranks that train together
+        self.is_open = run.start.is_open  # the last step of an epoch is made, but not all that belongs to its end
         self._before_end: tuple[Snapshot, resume.Ending] | None = None
 
     @property

@@ -34,16 +34,10 @@ if TYPE_CHECKING:
     from ringtrain.run.context import Run
 
 
-class SumReduction(threading.local):
-    """Sums gradients over copies before clipping, like hvd's Reduction; Keras divides the loss, so it is the mean.
+class SumReduction(threading.local):  # each copy's step is traced in a thread of its own
+    """Sums gradients over copies before clipping, like hvd's Reduction; Keras divides the loss, so it is the mean."""
 
-    Each copy's step is traced in a thread of its own.
-
-    Attributes:
-        share: Of a copy in the batch; see `hvd.weigh_gradients`.
-    """
-
-    share: Any = None
+    share: Any = None  # of a copy in the batch: see `hvd.weigh_gradients`
     op = hvd.Average
     accumulated_scale = 1.0
     process_set = hvd.global_process_set

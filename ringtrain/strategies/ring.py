@@ -34,12 +34,9 @@ OF_OPTIMIZER = (
 
 
 class Ring(Strategy):
-    """Strategies ring and mpi-ring.
+    """Strategies ring and mpi-ring."""
 
-    Attributes:
-        step: Step that keeps the state of all ranks equal; None: each rank has seeds and moving statistics of its own.
-    """
-
+    # Keeps the state of all ranks equal; None: each rank has seeds and moving statistics of its own.
     step: Step | None = None
     _steps: rows.Rows | None = None
     """of the run under way"""

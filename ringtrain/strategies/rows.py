@@ -35,12 +35,7 @@ OF_A_PART = (
 
 
 def data_of(config: Config, found: data.DataSet | data.FitArguments, rows: int) -> data.DataSet:
-    """Training and test data that the configuration names, in steps of `rows` rows.
-
-    Raises:
-        ConfigError: The strategy does not train such data.
-        DataError: They are invalid.
-    """
+    """Training and test data of the configuration, in steps of `rows` rows; raises ConfigError and DataError."""
     data_set = _data_set(config, found, rows)
     train = data_set.train
     if not STRATEGIES[config.strategy.name].trains_streams:
@@ -86,11 +81,7 @@ def _first(config: Config, split: Any) -> Any:
 
 
 def check_parts(config: Config, num_rows: int, num_parts: int, noun: str) -> None:
-    """Raises ConfigError if the last, smaller batch of an epoch has fewer rows than the parts that must have some.
-
-    Args:
-        noun: Plural of those that train the parts.
-    """
+    """Raises ConfigError if the last, smaller batch of an epoch has fewer rows than the parts that must have some."""
     size = config.train.batch_size
     rest = num_rows % (size * num_parts)
     if 0 < rest < num_parts:
@@ -209,11 +200,7 @@ class Rows:
 
 
 def explain_shapes(model: keras.Model, error: Exception) -> None:
-    """Explains an error of a model's step that may come from a number of rows which is not that of the data.
-
-    Raises:
-        ConfigError: Shapes do not fit; it names the line of the script.
-    """
+    """Explains an error of a step that may come from a part's number of rows, by a ConfigError or a note."""
     if hvd.size() == 1:
         return
     found = OTHER_SHAPES.search(str(error))

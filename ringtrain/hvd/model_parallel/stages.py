@@ -297,13 +297,11 @@ class Step:
         return MicroBatch(x, y, sample_weight, share)
 
     def _forward(self, part: MicroBatch, number: int) -> list[Any]:
-        """Forward pass of a micro-batch through a stage; returns tensors that exist when it has ended.
-
-        A tape per stage: a single one would run the whole backward pass on the first device.
-        """
+        """Forward pass of a micro-batch through a stage; returns tensors that exist when it has ended."""
         scale: Callable[[Any], Any] = self.model.optimizer.scale_loss
         stage = self.stages[number]
         tensors = part.targets[-1][0] if number else part.x
+        # A tape per stage: a single one would run the whole backward pass on the first device.
         with tf.GradientTape() as tape:
             if number:
                 tensors = tf.identity(tensors)

@@ -40,18 +40,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @dataclass(frozen=True)
 class Roles:
-    """Roles of all ranks.
+    """Roles of all ranks."""
 
-    Attributes:
-        hosts: Host name by rank.
-        servers: Ranks of the servers; the first is 0.
-        cluster: host:port of each task, by TensorFlow's role name.
-    """
-
-    hosts: tuple[str, ...]
-    servers: tuple[int, ...]
+    hosts: tuple[str, ...]  # by rank
+    servers: tuple[int, ...]  # ranks, of which the first is 0
     workers: tuple[int, ...]
-    cluster: Mapping[str, Sequence[str]]
+    cluster: Mapping[str, Sequence[str]]  # host:port of each task, by TensorFlow's role name
 
     def of(self, rank: int) -> tuple[str, int]:
         """Role of a rank, "ps" or "worker", and its index in that role."""
@@ -205,10 +199,7 @@ def _check_faults(faults: Sequence[fault_injection.Fault], workers: Sequence[int
 
 
 def addresses(rank: int, allgather: Callable[[Any], Sequence[Any]], num_ports: int = 1) -> list[list[str]]:
-    """Finds free ports on every rank and the address at which other hosts reach them. Collective.
-
-    Returns host:port of each port by rank. Raises LaunchError on every rank if one cannot be reached.
-    """
+    """Finds host:port of free ports of each rank that other hosts reach; else LaunchError on all ranks. Collective."""
     if rank == 0:
         print(OPEN_TO_ALL, file=sys.stderr, flush=True)
     with contextlib.ExitStack() as stack:

@@ -245,13 +245,8 @@ class ParameterServers(Strategy):
         raise NotImplementedError
 
     def report(self, facts: Sequence[Any], reported: Sequence[Any]) -> tf.Tensor:
-        """Worker's report on a batch: one float64 vector, since each tensor would be a separate message.
-
-        Args:
-            facts: Scalars or vectors: worker index, start and end of computing in Unix time, updates in between, loss,
-                share.
-            reported: Targets and outputs.
-        """
+        """Worker's report on a batch: one float64 vector, since each tensor would be a separate message."""
+        # Facts: worker index, start and end of computing in Unix time, updates in between, loss, share.
         parts = [*facts, tf.shape(reported[0])[0], *reported]
         return tf.concat([tf.reshape(tf.cast(part, tf.float64), [-1]) for part in parts], 0)
 

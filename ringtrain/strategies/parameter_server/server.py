@@ -56,10 +56,7 @@ class Ready:
 
 
 def main(task: Task, sender: Connection, lifeline: Connection) -> None:
-    """Serves until the rank closes its end of `lifeline`, or dies.
-
-    Sends ("ready", Ready) or ("failed", error class, message) to `sender`.
-    """
+    """Sends ("ready", Ready) or ("failed", class, message); serves until the rank closes its `lifeline`, or dies."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_the_rank, args=(lifeline,), daemon=True).start()
@@ -153,18 +150,14 @@ class WorkerBatches:
         self.has_data.set()
 
     def __call__(self, where: bytes) -> list[NDArray[Any]]:
-        """Tensors of the next batch, and float64 [2] of the worker's index and the Unix time of the call.
-
-        Args:
-            where: Three words: index of the worker's first batch in the run (used in a process' first call only),
-                completed steps of the run, run folder.
-        """
+        """Tensors of the next batch, and float64 [2] of the worker's index and the Unix time of the call."""
         import tensorflow as tf
 
         from ringtrain.strategies.rows import errors_named
 
         facts = np.array([self.index, time.time()])
         self.has_data.wait()
+        # Index of the worker's first batch (used in the first call only), completed steps of the run, run folder.
         position, step, folder = where.split(b" ", 2)
         with self.lock:
             config = self.task.config

@@ -58,10 +58,7 @@ class Synchronous(ParameterServers):
         self.strategy.run(self.model.optimizer.apply, args=(means, variables))  # Keras requires it
 
     def _means(self, of_workers: Any, total: Any, places: Sequence[str]) -> list[Any]:
-        """Means over workers, summed in their order, each on the device of its weight.
-
-        total: Sum of the shares by which the gradients are weighed.
-        """
+        """Means over workers, summed in their order on the device of the weight; `total` is the sum of shares."""
         means = []
         for place, parts in zip(places, zip(*of_workers, strict=True), strict=True):
             with tf.device(place):

@@ -19,13 +19,10 @@ EXIT_TIMEOUT_S = 5.0
 
 
 def supervise(config: Config, group: RankGroup) -> int:
-    """Supervises this rank's process until the coordinator stops the rank, and returns the coordinator's exit code.
-
-    A dead worker of ps-async is restarted if it was ready before. If another process dies, this rank exits the same
-    way, and the launcher ends the job.
-    """
+    """Supervises this rank's process until the coordinator stops the rank, and returns the coordinator's exit code."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    # A dead worker of ps-async is restarted if it was ready before.
     replaceable = group.roles.of(group.rank)[0] == "worker" and config.strategy.name == "ps-async"
     served: _Served | None = _Served(config, group, 0)
     while True:
@@ -56,7 +53,7 @@ def supervise(config: Config, group: RankGroup) -> int:
         code = served.process.exitcode
         if code is not None:
             if not replaceable or (not served.number and not served.ready):
-                _exit_as(code)
+                _exit_as(code)  # as the process did, and the launcher ends the job
             group.send(0, "lost", served.why or _exit_text(code), served.ready)
             served = _Served(config, group, served.number + 1) if served.ready else None
 
