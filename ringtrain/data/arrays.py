@@ -33,6 +33,7 @@ class NumberedRows(Split):
     kind, on_resume = "", "nothing is read again"
     is_in_memory = True
     shuffle: bool | str = False
+    """True: another order in every epoch; "batch": of the rows of each global batch"""
     _num_samples = 0
 
     def __len__(self) -> int:
@@ -66,14 +67,7 @@ class NumberedRows(Split):
 
 
 class Arrays(NumberedRows):
-    """Inputs, targets and weights of `fit`: NumPy, tensors, pandas, sparse or ragged, in any nest.
-
-    Args:
-        x, y, sample_weight: As in `keras.Model.fit`, whose checks and error messages apply.
-        class_weight: Weight by class, for one output.
-        shuffle: Whether every epoch has another order; "batch": of the rows of each global batch.
-        transform: Applied to each batch; see `augment.Transform`.
-    """
+    """Inputs, targets and weights of `fit`: NumPy, tensors, pandas, sparse or ragged, in any nest."""
 
     kind = "arrays"
 
@@ -88,7 +82,7 @@ class Arrays(NumberedRows):
     ) -> None:
         from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
-        adapter = ArrayDataAdapter(x, y, sample_weight, class_weight=class_weight)
+        adapter = ArrayDataAdapter(x, y, sample_weight, class_weight=class_weight)  # with Keras' checks
         self.nest, self.shuffle, self._num_samples = adapter._inputs, shuffle, adapter._num_samples
         self.transform = transform
 
@@ -172,30 +166,20 @@ class NoSamples(Split):
 
 
 class RowNumbers:
-    """Numbers of one rank's rows in each step of a pass over the data, the last and smaller one included.
-
-    A part without a row in a batch, of which there are fewer than parts, gets the batch's first one.
-
-    Attributes:
-        position: First step that the next iteration reads, and the step after its last one, of those of all passes.
-        num_whole: Number of whole batches of a pass.
-        rest: Rows of the last, smaller batch; 0: there is none.
-        num_steps: Number of steps of a pass.
-        sizes: Rows of a whole batch and of the last, smaller one, as far as there are any.
-        num_own: Rows of this rank in the first step.
-    """
+    """Numbers of one rank's rows in each step of a pass; a part without rows in a batch gets the batch's first one."""
 
     def __init__(self, samples: NumberedRows, global_batch_size: int, parts: Parts, seed: int) -> None:
         self._samples, self._global_batch_size, self._seed = samples, global_batch_size, seed
-        self.num_whole, self.rest = divmod(len(samples), global_batch_size)
+        self.num_whole, self.rest = divmod(len(samples), global_batch_size)  # whole batches; 0: no smaller one
         self.num_steps = self.num_whole
         self.sizes = [global_batch_size] if self.num_whole else []
         if self.rest:
             self.num_steps += 1
             self.sizes.append(self.rest)
         self._places = [np.array(parts.places(size)) for size in self.sizes]
-        self.num_own = len(self._places[0])
+        self.num_own = len(self._places[0])  # rows of this rank in the first step
         self.position = 0, self.num_steps
+        """step, of all passes, that the next iteration begins with, and the one after its last"""
         self._last_pass: tuple[int, Order] | None = None
         """number and order of the pass that was read last"""
 
@@ -209,11 +193,7 @@ class RowNumbers:
         return self._iterated(tf.data.Dataset.range).map(lambda step: step % self.num_steps)
 
     def batches(self, num_rows: int | None) -> tf.data.Dataset:
-        """Pairs of a pass, int64 [], and the row numbers of a step, int64 [rows of this rank].
-
-        Args:
-            num_rows: Of a whole batch, as the graph knows it. None: it does not.
-        """
+        """Pairs of a pass, int64 [], and a step's row numbers, int64 [num_rows]; None: of unknown length."""
         import tensorflow as tf
 
         rows = of_tensorflow(self._rows)
@@ -272,25 +252,7 @@ class RowNumbers:
 
 
 class RowBatches:
-    """One rank's rows of each global batch of an epoch, the last and smaller one included.
-
-    A part without a row in a batch, of which there are fewer than parts, gets the batch's first one, with the share 0.
-
-    Args:
-        samples: Data to train.
-        global_batch_size: Rows of a step on all ranks.
-        parts: That this rank trains.
-        steps_per_epoch: Steps of an epoch, if several epochs share a pass over the data; None: a pass. An epoch does
-            not go beyond the end of a pass.
-        has_header: Whether batches have a header even if all parts are equal, since other ranks may follow.
-        num_epochs: Epochs that one iterator serves, if each is read to its end before the next one: making one takes as
-            long as several steps of a small model. Of rows in files, which are read in groups, each epoch has its own.
-
-    Attributes:
-        steps: Number of steps of a pass.
-        is_even: Whether all parts have the same number of rows in every step. Batches then have no header.
-        has_empty_parts: Whether some part has no row in some step.
-    """
+    """One rank's rows of each batch of an epoch; a part without rows gets the batch's first one, with the share 0."""
 
     def __init__(
         self,
@@ -298,20 +260,23 @@ class RowBatches:
         global_batch_size: int,
         parts: Parts,
         seed: int,
-        steps_per_epoch: int | None = None,
-        has_header: bool = False,
+        steps_per_epoch: int | None = None,  # if several epochs share a pass, which none goes beyond; None: a pass
+        has_header: bool = False,  # also if all parts are equal, since other ranks may follow
         num_epochs: int = 0,
     ) -> None:
         import tensorflow as tf
 
+        # Epochs that one iterator serves, if each is read to its end: making one takes as long as several small steps.
+        # Of rows in files, which are read in groups, each epoch has its own.
         self._num_epochs = num_epochs if samples.is_in_memory else 0
         self._iterator: Any = None
         self._next_step = -1
         """the first step of the epoch that the iterator goes on with"""
         self._numbers = numbers = RowNumbers(samples, global_batch_size, parts, seed)
-        self.steps = numbers.num_steps
+        self.steps = numbers.num_steps  # of a pass
         self.steps_per_epoch = steps_per_epoch or self.steps
         self.is_even = not has_header and not any(size % parts.num_parts for size in numbers.sizes)
+        """whether all parts have the same number of rows in every step; batches then have no header"""
         self.has_empty_parts = min(numbers.sizes) < parts.num_parts
         # Without a smaller batch the number of rows is part of the graph, as in Keras: it decides about last bits.
         is_fixed = not numbers.rest and not has_header
@@ -351,11 +316,7 @@ def _sliceable(nest: Any, target: str) -> Any:
 
 
 def _rows_of(nest: Any, numbers: Any, large: Sequence[Any]) -> Any:
-    """Rows with these numbers of the arrays of a nest, as tensors.
-
-    Args:
-        large: Those of the arrays that have no rows in the nest.
-    """
+    """Rows with these numbers of a nest's arrays, as tensors; `large`: those of arrays without rows in the nest."""
     import keras
     import tensorflow as tf
     from keras.src.trainers.data_adapters import array_slicing

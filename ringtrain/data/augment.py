@@ -37,17 +37,13 @@ def draw_of(seed: int | None, epoch: tf.Tensor) -> tf.Tensor | None:
 
 
 def pixels(batch: Any, numbers: tf.Tensor, draw: tf.Tensor | None, num_rows: int = 0, padding: int = 0) -> Any:
-    """Converts images, uint8 from 0 to 255, to floats from 0 to 1; with `padding`, shifts and flips them in training.
-
-    Args:
-        num_rows: Of the training data.
-    """
+    """Converts images, uint8 from 0 to 255, to floats from 0 to 1; `padding`: shifts and flips them in training."""
     import keras
     import tensorflow as tf
 
     images, labels = batch
     if draw is not None and padding:
-        images = shifted(images, numbers, num_rows, padding, draw)
+        images = shifted(images, numbers, num_rows, padding, draw)  # num_rows: of all training data
     return tf.cast(images, keras.config.floatx()) * (1 / 255), labels
 
 
@@ -55,23 +51,13 @@ def pictures(
     batch: Any,
     numbers: tf.Tensor,
     draw: tf.Tensor | None,
-    num_rows: int,
-    size: int,
+    num_rows: int,  # of the training data
+    size: int,  # height and width of the results in pixels
     num_classes: int,
-    first_label: int,
-    is_random: bool,
+    first_label: int,  # number of the first class in the files
+    is_random: bool,  # whether training images are cropped and flipped
 ) -> Any:
-    """Decodes images, a string each, and counts classes from 0.
-
-    Args:
-        num_rows: Of the training data.
-        size: Height and width of the results, in pixels.
-        first_label: Number of the first class in the files.
-        is_random: Whether training images are cropped and flipped.
-
-    Raises:
-        tf.errors.InvalidArgumentError: A label is none of the classes, or bytes are no image.
-    """
+    """Decodes images, a string each, and counts classes from 0. Raises InvalidArgumentError, as `picture` does."""
     import tensorflow as tf
 
     encoded, labels = batch
@@ -91,19 +77,7 @@ def pictures(
 
 
 def picture(encoded: tf.Tensor, size: int, seed: tf.Tensor | None) -> tf.Tensor:
-    """Decodes, crops, resizes and normalizes one image.
-
-    Args:
-        encoded: JPEG, PNG, BMP or GIF; a string [].
-        size: height and width of the result, in pixels.
-        seed: int64 [2], determines crop and flip; None: center crop.
-
-    Returns:
-        float32 [size, size, 3], around 0.
-
-    Raises:
-        tf.errors.InvalidArgumentError: the bytes are not an image.
-    """
+    """Decodes a JPEG, PNG, BMP or GIF to float32 [size, size, 3]; seed: int64 [2], of crop and flip; None: center."""
     import tensorflow as tf
 
     is_jpeg = tf.io.is_jpeg(encoded)
@@ -130,18 +104,11 @@ def picture(encoded: tf.Tensor, size: int, seed: tf.Tensor | None) -> tf.Tensor:
 
 
 def shifted(images: tf.Tensor, numbers: tf.Tensor, num_samples: int, padding: int, seed: tf.Tensor) -> tf.Tensor:
-    """Shifts images by up to `padding` pixels, adding zeros, and flips half of them, as He et al. 2015 do for CIFAR.
-
-    Source: arXiv 1512.03385, section 4.2.
-
-    Args:
-        images: [batch, height, width, channels].
-        numbers: int64 [batch] sample numbers; with the seed they determine the result, whatever batch a sample is in.
-        seed: int64 [2].
-    """
+    """Shifts images by up to `padding` pixels, flips half of them: He et al. 2015, arXiv 1512.03385, section 4.2."""
     import tensorflow as tf
 
     height, width = images.shape[1:3]
+    # By sample number, int64 [batch], whatever batch a sample is in.
     draws = tf.gather(tf.random.stateless_uniform([num_samples, 3], seed), numbers)
     top, left = (tf.cast(draws[:, axis] * (2 * padding + 1), tf.int32) for axis in (0, 1))
     columns = tf.where(draws[:, 2:] < 0.5, tf.range(width), tf.range(width - 1, -1, -1)) + left[:, tf.newaxis]

@@ -25,16 +25,10 @@ def num_bytes(values: Values) -> int:
 
 
 class BlockCache:
-    """Blocks by number, of which those that were not used for longest are dropped.
-
-    Args:
-        read: Reads a block.
-        max_bytes: Of all blocks, besides those that one call needs and the one that was started last.
-        num_threads: That read.
-    """
+    """Blocks by number, of which those that were not used for longest are dropped."""
 
     def __init__(self, read: Callable[[int], Values], max_bytes: int, num_threads: int = NUM_THREADS) -> None:
-        self.read, self.max_bytes = read, max_bytes
+        self.read, self.max_bytes = read, max_bytes  # of all blocks, besides those of a call and the last one started
         self._blocks: OrderedDict[int, Future[Values]] = OrderedDict()
         """the last one was started or used last"""
         self._sizes: dict[int, int] = {}
@@ -48,11 +42,7 @@ class BlockCache:
             self._start(numbers)
 
     def take(self, numbers: Iterable[int]) -> dict[int, Values]:
-        """Blocks with these numbers.
-
-        Raises:
-            DataError: One cannot be read. The next time, it is tried again.
-        """
+        """Returns blocks by number; raises DataError if one cannot be read, which the next call tries again."""
         wanted = list(numbers)
         with self._lock:
             self._start(wanted)

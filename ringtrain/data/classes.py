@@ -17,14 +17,7 @@ from ringtrain.errors import DataError
 def checked(
     name: str, train: tuple[Any, Any], test: tuple[Any, Any], num_classes: int = 0, padding: int = 0
 ) -> DataSet:
-    """Validates inputs [rows, ...] and labels [rows] or [rows, 1]; raises DataError if they are invalid.
-
-    Images without a channel, [rows, height, width], get one. Inputs of uint8 are pixels, and become floats from 0 to 1.
-
-    Args:
-        num_classes: 0: the largest label + 1.
-        padding: Pixels by which such training images are shifted, half of which are also flipped; 0: unchanged.
-    """
+    """Checks inputs [rows, ...] and labels [rows] or [rows, 1]; raises DataError if they are invalid."""
     splits = []
     largest = 0
     for split, (inputs, labels) in (("training", train), ("test", test)):
@@ -50,7 +43,7 @@ def checked(
                 f" {num_classes - 1}"
             )
         check_numbers(f"{name}: {split} data", inputs)
-        if inputs.ndim == 3:
+        if inputs.ndim == 3:  # images without a channel get one
             inputs = inputs[..., np.newaxis]
         splits.append((inputs, labels.astype(np.int64)))
         largest = max(largest, int(labels.max()))
@@ -60,7 +53,7 @@ def checked(
             f"{name}: a training sample has shape {shapes[0]}, a test sample {shapes[1]}: expected the same"
         )
     transform = None
-    if splits[0][0].dtype == np.uint8:
+    if splits[0][0].dtype == np.uint8:  # pixels: floats from 0 to 1, and in training shifted by `padding` and flipped
         transform = functools.partial(augment.pixels, num_rows=len(splits[0][0]), padding=padding)
     rows = [Arrays(*split, shuffle=True, transform=transform) for split in splits]
     return DataSet(rows[0], rows[1], num_classes or largest + 1, shapes[0], of_classes=True)

@@ -57,11 +57,7 @@ class DataFile(NamedTuple):
 
 
 def files_of(files: str | Path | Sequence[str | Path]) -> list[DataFile]:
-    """Files that a path, folder, pattern, URL, or a list of these stands for; in folders by the order of their names.
-
-    Raises:
-        DataError: There is none, or one cannot be read.
-    """
+    """Files of a path, folder, pattern, URL, or a list of these, in folders by name; raises DataError without any."""
     given = [files] if isinstance(files, str | Path) else list(files)
     if not all(map(str, given)) or not given:
         raise DataError("ringtrain.Records: got no files, expected a path, a folder, a pattern, or several in a list")
@@ -106,22 +102,14 @@ def of_each(function: Callable[[Key], Result], keys: Iterable[Key]) -> dict[Key,
 
 
 def read_file(file: DataFile, read: Callable[[Any], Result], message: str = "", cache: str = "none") -> Result:
-    """Calls `read` with a file, opened in binary; behind a URL, several times if the error may pass.
-
-    Args:
-        message: Of an error, which follows it.
-        cache: Of fsspec, for a file behind a URL; "none" asks for what is read alone.
-
-    Raises:
-        DataError: It cannot be read, or has changed since it was found.
-    """
+    """Calls `read` with an open binary file, as `with_retries`; raises DataError, also if the file has changed."""
 
     def from_begin() -> Result:
         if not file.is_remote:
             with open(file.url, "rb", buffering=0) as opened:
                 return read(opened)
         store, path = store_of(file.url)
-        with store.open(path, "rb", cache_type=cache) as opened:
+        with store.open(path, "rb", cache_type=cache) as opened:  # of fsspec; "none": asks for what is read alone
             return read(opened)
 
     try:
@@ -131,11 +119,7 @@ def read_file(file: DataFile, read: Callable[[Any], Result], message: str = "", 
 
 
 def with_retries(read: Callable[[], Result], url: str, message: str) -> Result:
-    """Calls `read`, several times if it is of a URL and the error may pass.
-
-    Raises:
-        DataError: With a message and the last error, in one line.
-    """
+    """Calls `read`, several times for a URL if the error may pass; raises DataError, in one line after the message."""
     num_tries = NUM_TRIES if "://" in url else 1
     for number in range(num_tries):
         if number:

@@ -54,10 +54,7 @@ class Split:
         """Reads what is left, as the other ranks do."""
 
     def pass_over(self, epoch: int, was_stopped: bool = False) -> None:
-        """Does to shuffles and hooks, which other data may share, what an epoch has done, counted from 0.
-
-        was_stopped: Whether a callback has ended training within it.
-        """
+        """Does to shuffles and hooks what an epoch, from 0, has done; `was_stopped`: a callback has ended it early."""
 
     def pass_over_evaluation(self, number: int) -> None:
         """Does to them what an evaluation has done, counted from 0."""
@@ -70,13 +67,7 @@ class Split:
         return len(self)
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
-        """Reads batches of rows.
-
-        Args:
-            order: Pairs of an epoch, int64 [], and the row numbers of one batch, int64 [up to batch_size].
-            batch_size: Rows per step on this rank.
-            seed: Seed of the run, for random crops and flips; None: evaluation, which has none.
-        """
+        """Batches of pairs of an epoch, int64 [], and row numbers, int64 [up to batch_size]; seed None: evaluation."""
         raise NotImplementedError
 
 

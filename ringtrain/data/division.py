@@ -42,21 +42,13 @@ UNCHANGED = ("_PrefetchDataset", "_OptionsDataset", "_AssertCardinalityDataset")
 
 @dataclass(frozen=True)
 class Division:
-    """A pipeline whose maps are divided over ranks.
+    """A pipeline whose maps are divided over ranks."""
 
-    Attributes:
-        whole: The script's dataset.
-        rows: The part of it that every rank reads whole.
-        maps: Datasets with the functions that follow, in order.
-        batch: The dataset that makes batches.
-        num_passes: How often these are repeated; -1: without an end.
-    """
-
-    whole: tf.data.Dataset
-    rows: tf.data.Dataset
-    maps: Sequence[Any]
-    batch: Any
-    num_passes: int
+    whole: tf.data.Dataset  # the script's
+    rows: tf.data.Dataset  # the part of it that every rank reads whole
+    maps: Sequence[Any]  # datasets with the functions that follow, in order
+    batch: Any  # the dataset that makes batches
+    num_passes: int  # how often these are repeated; -1: without an end
 
     def of_rank(self, parts: Parts) -> tf.data.Dataset:
         """Elements (Header, rows of a rank's parts) for each batch of the whole pipeline."""
@@ -162,13 +154,7 @@ def _header_of(headers: tf.Tensor) -> Header:
 
 
 def copy_of(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
-    """Dataset with as many batches, of which an iteration changes no shuffle, cache or variable of `dataset`.
-
-    Its shuffles have small buffers, which are soon full.
-
-    Returns:
-        None: it cannot be copied, e.g. because it is made from arrays of more than MAX_BYTES.
-    """
+    """Dataset with as many batches, an iteration of which changes no state of `dataset`; None: it cannot be copied."""
     import tensorflow as tf
 
     try:
@@ -179,7 +165,7 @@ def copy_of(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
                 name = f"state_of_{node.name}".replace("/", "_")
                 graph.node.add(name=name, op=operation)
                 node.input[index] = name
-            if node.op.startswith("Shuffle"):
+            if node.op.startswith("Shuffle"):  # small buffers are soon full
                 name = f"buffer_of_{node.name}".replace("/", "_")
                 buffer = graph.node.add(name=name, op="Const")
                 buffer.attr["dtype"].type = tf.int64.as_datatype_enum
@@ -224,13 +210,10 @@ def state_of(function: Any) -> str:
 
 
 def shuffles_of(dataset: Any) -> list[Any] | None:
-    """Shuffles of a pipeline, and random numbers that change, each of which takes one order in an iteration of it.
+    """Shuffles, and random numbers that change, each of which takes one order in an iteration; None: it is not known.
 
     A shuffle takes it when its iterator is made: for all but the last one, when elements are read. So an iterator of
     each of them takes it as well, without reading.
-
-    Returns:
-        None: It cannot be known, e.g. of a `cache` after a shuffle, which keeps the first order.
     """
     name, inputs = type(dataset).__name__, dataset._inputs()
     found: list[Any] = []
@@ -242,7 +225,7 @@ def shuffles_of(dataset: Any) -> list[Any] | None:
     captured = [tensor for function in dataset._functions() for tensor in function.function.captured_inputs]
     if any(tensor.dtype.name == "variant" for tensor in captured):  # another dataset
         return None
-    if found and (len(inputs) > 1 or name in ("CacheDataset", "_RepeatDataset")):
+    if found and (len(inputs) > 1 or name in ("CacheDataset", "_RepeatDataset")):  # a cache keeps the first order
         return None
     if name == "_ShuffleDataset" or (name == "_RandomDataset" and dataset._rerandomize):
         found.append(dataset)

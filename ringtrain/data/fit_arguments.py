@@ -100,15 +100,7 @@ OF_DATA = (
 
 
 def arguments_of(name: str, result: Any) -> FitArguments:
-    """Converts the result of the function `name` to arguments of `fit`.
-
-    Args:
-        result: A dict of arguments in OF_DATA; batches or (batches, validation batches); (x, y) or ((x, y),
-            (validation x, validation y)), also with sample_weight.
-
-    Raises:
-        DataError: The result has another form.
-    """
+    """Converts the result of the function `name`, in one of the forms that the error names, to arguments of `fit`."""
     if isinstance(result, dict):
         if "x" not in result or not set(result) <= set(OF_DATA):
             raise DataError(

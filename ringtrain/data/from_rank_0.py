@@ -37,13 +37,7 @@ def from_rank_0(batches: Any) -> FromRank0:
 
 
 class StreamOfRank0(Stream):
-    """A stream that rank 0 reads; the other ranks know its shapes and length. Several ranks. Collective.
-
-    Batches to train are sent to the other ranks; those to validate rank 0 evaluates alone.
-
-    Args:
-        source: Returns rank 0's stream; the other ranks do not call it.
-    """
+    """Stream that rank 0 reads, and evaluates alone; the others know shapes and length, and get batches. Collective."""
 
     is_of_rank_0 = True
 
@@ -53,7 +47,7 @@ class StreamOfRank0(Stream):
         self._source: Any = Split()  # on other ranks, without batches
 
         def read() -> tuple[Any, ...]:
-            self._source = one = source()
+            self._source = one = source()  # which other ranks do not call
             facts = one.num_batches, one.batch_size, one.on_resume, one.may_end_early, one.is_endless
             return one.kind, one.dataset.element_spec, facts
 

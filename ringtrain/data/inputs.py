@@ -89,15 +89,7 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[NumberedRows | Stream,
 
 
 def to_evaluate(given: FitArguments, of_rank_0: str) -> tuple[Split, int]:
-    """Data of `ringtrain.evaluate` and `ringtrain.predict`, and the rows of a batch, 1 if these are batches.
-
-    Args:
-        given: `steps_per_epoch` is the number of steps.
-        of_rank_0: Why rank 0 reads for all, as `why_rank_0` returns it.
-
-    Raises:
-        DataError: The data have no rows or no end, or cannot be divided.
-    """
+    """Data of `ringtrain.evaluate` and `ringtrain.predict`, and the rows of a batch, 1 if these are batches."""
     import tensorflow as tf
 
     from ringtrain import hvd
@@ -111,7 +103,7 @@ def to_evaluate(given: FitArguments, of_rank_0: str) -> tuple[Split, int]:
         x = x(hvd.rank(), hvd.size())
     if isinstance(x, list | np.ndarray) and len(x) and isinstance(x[0], str):  # which the tasks of KerasHub take
         x = tf.constant(x)
-    if of_rank_0:
+    if of_rank_0:  # why, as `why_rank_0` returns it
         x = FromRank0(x)
     if not is_batches(x) or given.y is not None or given.sample_weight is not None:
         x = x, given.y, given.sample_weight

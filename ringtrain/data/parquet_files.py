@@ -24,13 +24,7 @@ FOOTER = 8
 
 
 class ParquetFiles:
-    """Columns of files, whose footers' checksum is taken: they have size and, mostly, extremes of each column.
-
-    A column may be a field of another one (`image.bytes`).
-
-    Args:
-        columns: Names of columns.
-    """
+    """Columns of files; a column may be a field of another one (`image.bytes`)."""
 
     kind = "Parquet"
 
@@ -56,7 +50,7 @@ class ParquetFiles:
                 raise DataError(f"{file}: has no column {missing[0]}: it has {', '.join(names)}")
 
     def checksum(self) -> int:
-        """Checksum of the checksums of the files."""
+        """Checksum of the files' footers, which have size and, mostly, extremes of each column."""
         return zlib.crc32(str(self._checksums).encode())
 
     def read(self, block: Block) -> Columns:

@@ -55,16 +55,12 @@ class Parts(NamedTuple):
         return places
 
     def cut(self, batch: Any) -> tuple[Header, Any]:
-        """This rank's rows of a batch of tensors, dense, ragged or sparse, with the header of the batch.
-
-        Raises:
-            DataError: When it is read: tensors have different numbers of rows, which the parts do not divide.
-        """
+        """This rank's rows of a batch of tensors, dense, ragged or sparse, with the header of the batch."""
         import tensorflow as tf
 
         leaves = with_rows(batch)
         rows = num_rows_of(leaves[0])
-        if len(leaves) > 1:
+        if len(leaves) > 1:  # a DataError, when it is read, if the parts do not divide them
             with tf.control_dependencies([self._checked([rows, *map(num_rows_of, leaves[1:])])]):
                 rows = tf.identity(rows)
         header = self.header(rows)._replace(fingerprint=tf.cast(fingerprint(batch), tf.float64))

@@ -72,11 +72,7 @@ def of_tensorflow(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tensors_of(method: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """Tensors of the arrays that a bound method returns in a list, from `tf.numpy_function`.
-
-    A DataError of the method is an error of the operation with its text, see `text_of_data_error`.
-    TensorFlow would print the traceback of an exception.
-    """
+    """Tensors of the arrays that a bound method returns in a list; see `text_of_data_error` for its DataError."""
     import tensorflow as tf
 
     bound = of_tensorflow(method)
@@ -84,7 +80,7 @@ def tensors_of(method: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequen
     def called(*arguments: Any) -> list[Any]:
         try:
             found = bound(*arguments)
-        except DataError as error:
+        except DataError as error:  # TensorFlow would print the traceback of an exception
             nothing = [np.empty(0, tf.as_dtype(dtype).as_numpy_dtype) for dtype in dtypes]
             return [*nothing, f"DataError: {error}"]
         return [*found, ""]

@@ -21,12 +21,7 @@ COLUMNS = ("image", "class", "path")
 
 
 class ClassFolders:
-    """Images with their class, which is the place of their folder among the names of all; a block is one image.
-
-    Args:
-        columns: Of COLUMNS.
-        class_names: Names of all folders, in order. None: those of the images, sorted.
-    """
+    """Images with their class, which is the place of their folder among the names of all; a block is one image."""
 
     kind = "images"
 
@@ -68,11 +63,7 @@ def opened(
     features: Mapping[str, Any] | None = None,
     class_names: Sequence[str] | None = None,
 ) -> Files:
-    """Opens files of one kind.
-
-    Raises:
-        DataError: They cannot be read, are of several kinds, or have no rows.
-    """
+    """Opens files of one kind; raises DataError if they cannot be read, are of several kinds, or have no rows."""
     kinds = data_files.of_each(_kind_of, files)
     kind = next(filter(None, kinds.values()), "TFRecord")
     other = next((file for file in files if kinds[file] not in ("", kind)), None)

@@ -191,12 +191,7 @@ class Records:
 
 
 class RecordRows(NumberedRows):
-    """Rows of files as `fit` reads them.
-
-    Args:
-        class_weight: Weight by class, for one output.
-        transform: Applied to each batch, after that of the records; see `augment.Transform`.
-    """
+    """Rows of files as `fit` reads them; `transform` is applied after that of the records."""
 
     kind = "records"
     is_in_memory = False

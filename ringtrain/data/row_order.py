@@ -25,30 +25,20 @@ def part_of(num_samples: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def evaluation_shard(num_samples: int, rank: int, size: int, whole: int = 1) -> range:
-    """Returns one rank's test samples. Shards are disjoint, contiguous, to open few files, and cover the test set.
-
-    `whole`: batch size of which shards are multiples, except for the last sample's.
-    """
+    """Returns a rank's test samples, contiguous, to open few files, in multiples of `whole`, but for the last one."""
     begin, end = part_of(-(-num_samples // whole), rank, size)
     return range(begin * whole, min(end * whole, num_samples))
 
 
 class ShuffledBlocks:
-    """Numbers of rows in blocks, each with its rows shuffled. In memory are the orders of the last blocks read.
-
-    The order of a block's rows depends on seed, epoch and its number alone, so that any slice can be made by itself.
-
-    Args:
-        block_rows: Rows of each block. Row numbers count through the blocks.
-        blocks: Numbers of all blocks, in order.
-    """
+    """Row numbers, counted through all blocks, of these blocks in order, the rows of each shuffled."""
 
     def __init__(self, block_rows: NDArray[np.int64], blocks: NDArray[np.int64], seed: int, epoch: int) -> None:
         self._blocks, self._seed, self._epoch = blocks, seed, epoch
         self._num_rows = block_rows[blocks]
         self._first_rows = (np.cumsum(block_rows) - block_rows)[blocks]
         self._ends = np.cumsum(self._num_rows)
-        self._order_of_block = functools.lru_cache(NUM_ORDERS)(self._made_order)
+        self._order_of_block = functools.lru_cache(NUM_ORDERS)(self._made_order)  # of the last blocks read
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -71,6 +61,7 @@ class ShuffledBlocks:
         return rows.astype(np.int64) + self._first_rows[index]
 
     def _made_order(self, index: int) -> NDArray[np.uint32]:
+        """Order of a block's rows, from seed, epoch and its number alone: any slice of all can be made by itself."""
         num_rows = int(self._num_rows[index])
         if num_rows == 1:  # an image: a generator takes longer than all else
             return np.zeros(1, np.uint32)
@@ -84,15 +75,11 @@ class Order:
 
     The line is cut into lanes. A lane has neighbouring places in each batch, to which it gives its next rows. The end
     of the line, less than a batch, comes last.
-
-    Attributes:
-        num_whole: Number of whole batches.
-        num_steps: Number of batches.
     """
 
     def __init__(self, line: ShuffledBlocks | NDArray[np.int64], global_batch_size: int, num_lanes: int = 1) -> None:
         self._line, self._batch_size = line, global_batch_size
-        self.num_whole = len(line) // global_batch_size
+        self.num_whole = len(line) // global_batch_size  # batches
         self.num_steps = -(-len(line) // global_batch_size)
         self._lanes = [part_of(global_batch_size, lane, num_lanes) for lane in range(num_lanes)]
 
@@ -103,14 +90,12 @@ class Order:
         return self.rows(step, step + 1, range(num_rows))[0]
 
     def rows(self, first: int, end: int, places: ArrayLike) -> NDArray[np.int64]:
-        """Rows at these places of each batch from `first` up to `end`, [end - first, len(places)].
-
-        The last, smaller batch comes alone. Only the lanes are read that have one of the places.
-        """
+        """Rows at these places of batches, [end - first, len(places)]; the last, smaller batch comes alone."""
         chosen = np.asarray(places)
         if end > self.num_whole:
             rest = self._line[first * self._batch_size : len(self._line)]
             return rest[chosen][np.newaxis]
+        # Only the lanes are read that have one of the places.
         lanes = [(begin, stop) for begin, stop in self._lanes if begin <= chosen.max() and stop > chosen.min()]
         columns = []
         for begin, stop in lanes:
@@ -122,11 +107,7 @@ class Order:
 
 
 def lane_order(block_rows: Sequence[int], num_lanes: int, global_batch_size: int, seed: int, epoch: int) -> Order:
-    """Returns the order of an epoch for rows that are read in blocks: each rank reads few of them at once.
-
-    The blocks are shuffled, and the rows of each. A batch has rows of one or two blocks per lane. Row numbers count
-    through the blocks in the order of `block_rows`.
-    """
+    """Returns an epoch's order of shuffled blocks: to read few at once, a batch has rows of one or two per lane."""
     sizes = np.asarray(block_rows, np.int64)
     blocks = np.random.default_rng([seed, epoch]).permutation(len(sizes))
     return Order(ShuffledBlocks(sizes, blocks, seed, epoch), global_batch_size, num_lanes)

@@ -40,10 +40,7 @@ IMAGENET_CLASSES = 1000
 
 
 def digits(config: DataConfig) -> DataSet:
-    """Reads 1797 handwritten digits of 8x8 pixels from scikit-learn; one fifth of each class is for the test.
-
-    Source: Alpaydin & Kaynak 1998, Optical Recognition of Handwritten Digits, UCI.
-    """
+    """Reads scikit-learn's 1797 digits of 8x8 pixels (Alpaydin & Kaynak 1998, UCI), a fifth of each class to test."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -54,11 +51,8 @@ def digits(config: DataConfig) -> DataSet:
 
 
 def mnist_like(config: DataConfig) -> DataSet:
-    """Reads 60000 training and 10000 test images of 28x28 pixels from four IDX files. Raises DataError.
-
-    They are read from data.dir, by default from the folder of Debian's package.
-    """
-    folder = Path(config.dir) if config.dir else DEBIAN_FOLDER / config.name
+    """Reads 60000 training and 10000 test images of 28x28 pixels from four IDX files in data.dir. Raises DataError."""
+    folder = Path(config.dir) if config.dir else DEBIAN_FOLDER / config.name  # of Debian's package
     if not config.dir and not folder.exists():
         of_keras = f"keras.datasets.{config.name.replace('-', '_')}"
         raise DataError(
@@ -170,12 +164,7 @@ def find_idx(folder: Path, stem: str) -> Path:
 
 
 def cifar10(config: DataConfig) -> DataSet:
-    """Reads 50000 training and 10000 test images of 32x32 RGB pixels in ten classes. Raises DataError.
-
-    The binary version, https://www.cs.toronto.edu/~kriz/cifar.html, has one byte for the class of an image and 3072 for
-    its pixels: red, green, blue, each row by row. data.dir has its files, or the folder that it unpacks to. With
-    data.augment, training images are shifted and flipped.
-    """
+    """Reads 50000 training and 10000 test images of 32x32 RGB pixels in ten classes. Raises DataError."""
     folder = _folder_of(config)
     if (folder / CIFAR_FOLDER).is_dir():
         folder = folder / CIFAR_FOLDER
@@ -205,6 +194,7 @@ def _cifar_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
             f"{path}: got {len(content)} bytes, expected a multiple of {1 + CIFAR_PIXELS} (a label and 32x32 pixels in"
             f" three colors): download the file again"
         )
+    # https://www.cs.toronto.edu/~kriz/cifar.html: a byte of class, and 3072 of pixels: red, green, blue, row by row.
     records = np.frombuffer(content, np.uint8).reshape(-1, 1 + CIFAR_PIXELS)
     labels = records[:, 0].astype(np.int64)
     if labels.max() >= CIFAR_CLASSES:
@@ -226,10 +216,7 @@ def image_folder(config: DataConfig) -> DataSet:
 
 
 def imagenet_tfrecords(config: DataConfig) -> DataSet:
-    """Images of ImageNet's TFRecords, train-00000-of-01024 and so on, and validation-00000-of-00128.
-
-    The classes are those of labels.txt next to the records, one per line, else 1000.
-    """
+    """Images of ImageNet's TFRecords, train-00000-of-01024 and so on; labels.txt names the classes, one per line."""
     folder = _folder_of(config)
     labels, num_classes = folder / LABELS_FILE, config.num_classes or IMAGENET_CLASSES
     if labels.exists() and not config.num_classes:
@@ -293,20 +280,7 @@ def source(config: DataConfig, of_classes: bool | None) -> Callable[[], DataSet 
 
 
 def source(config: DataConfig, of_classes: bool | None = True) -> Callable[[], DataSet | FitArguments]:
-    """Resolves a data source without reading any data.
-
-    Args:
-        config: `name` is a key of DATASETS, or module:function of a function without arguments that returns (training
-            inputs, training labels), (test inputs, test labels), as those of keras.datasets do, or arguments of
-            `ringtrain.fit`: see `inputs.arguments_of`.
-        of_classes: Whether targets are integer classes. None: they are if they can be.
-
-    Returns:
-        A function that reads a DataSet, if targets are integer classes, else arguments of `ringtrain.fit`.
-
-    Raises:
-        ConfigError: The source does not exist, or has other targets. The returned function raises DataError.
-    """
+    """Returns a function that reads data.name: a DataSet if `of_classes` (None: if possible), else what `fit` takes."""
     function = find("data.name", config.name, DATASETS)
     if of_classes is False and config.name in DATASETS and config.name not in ANY_TARGETS:
         raise ConfigError(

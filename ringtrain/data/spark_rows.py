@@ -27,20 +27,13 @@ SPLITS = ("training", "test")
 
 
 class Shard(NumberedRows):
-    """Rows of which only this rank's part is in memory; they have no checksum, since each rank has others.
-
-    Row numbers count through the parts, rank after rank, each as long as in `row_order.part_of`. So a batch's places
-    of a rank, also in the last and smaller one, are those of its part.
-
-    Args:
-        own: This rank's part.
-        total: Number of rows of all ranks.
-    """
+    """Rows of which only this rank's part is in memory; they have no checksum, since each rank has others."""
 
     kind, on_resume = "rows of Spark", "each rank gets its part again"
 
     def __init__(self, own: Arrays, total: int, rank: int, size: int) -> None:
         self.own, self._num_samples, self.shuffle = own, total, True
+        # Row numbers count through the parts: a batch's places of a rank, also in the last one, are those of its part.
         self._parts = [row_order.part_of(total, number, size) for number in range(size)]
         self.rank = rank
 
@@ -74,11 +67,7 @@ class Shard(NumberedRows):
 
 
 def spark(config: DataConfig, environ: Mapping[str, str] = os.environ) -> DataSet:
-    """Reads this rank's part of the rows given to `ringtrain launch --launcher spark --spark-data`.
-
-    They come through a pipe, which slows down the executor if this process is slower, and stay in memory. Raises
-    DataError if no rows are streamed or if they end too early.
-    """
+    """Reads this rank's rows of `--spark-data`, from a pipe that slows down the executor if this process is slower."""
     fields = environ.get(FEED, "").split()
     if len(fields) != 6:
         raise DataError(

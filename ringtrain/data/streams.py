@@ -33,39 +33,22 @@ class Stream(Split):
     Without `steps`, each epoch is an iteration of the dataset. As in Keras' `fit`, another one is begun at its end, and
     not read, if the length is known. With fewer `steps`, all epochs are one iteration. Of validation data, each
     evaluation is an iteration: every rank reads all of it, so that shuffles and caches advance alike everywhere.
-
-    Args:
-        kind: What the script has passed, for messages.
-        dataset: Elements x, (x, y) or (x, y, sample_weight).
-        steps: Batches of an epoch; None: all.
-        epochs: That will be trained.
-        batch_size: Rows of a batch; 1: unknown.
-
-    Attributes:
-        num_batches: Of an epoch.
-        rows: What this rank reads of them in training; None: whole batches.
-        steps_per_call: Batches that Keras' train_function reads at once.
-        parts: Of each batch that this rank trains.
-        is_held_out: Whether these are validation data, of which each rank evaluates some batches.
-        is_cut: Whether these are the first batches of a longer dataset.
-        is_endless: Whether all epochs are one iteration.
-        on_resume: What a resumed run has to read again.
-        why_rank_0: Why rank 0 reads for all, as a phrase; "": it does not.
-        division: How each rank makes its own rows alone; None: it makes whole batches.
-        why_whole: What keeps each rank from that, as a phrase.
-
-    Raises:
-        DataError: The number of batches is infinite or 0, or less than `steps` for each epoch.
     """
 
     is_held_out = is_endless = is_cut = False
+    """whether these are validation data; whether all epochs are one iteration; whether the dataset is longer"""
     why_rank_0 = why_whole = ""
+    """why rank 0 reads for all, and why no rank makes its own rows alone, as phrases; "": it is not so"""
     division: division.Division | None = None
+    """how each rank makes its own rows alone; None: it makes whole batches"""
     steps_per_call = 1
+    """batches that Keras' train_function reads at once"""
     parts = Parts(range(1), 1)
+    """of each batch that this rank trains"""
     kept: KeptBatches | None = None
     """where ranks change"""
     rows: tf.data.Dataset | None = None
+    """what this rank reads in training; None: whole batches"""
     _open: Iterator[Any] | None = None
     """iterator over all epochs, or over an evaluation"""
     _num_begun = _next = 0
@@ -80,7 +63,7 @@ class Stream(Split):
     ) -> None:
         import tensorflow as tf
 
-        self.kind, self.dataset, self.batch_size = kind, dataset, batch_size
+        self.kind, self.dataset, self.batch_size = kind, dataset, batch_size  # in rows; 1: unknown
         if any(spec.shape.rank is None for spec in tf.nest.flatten(dataset.element_spec)):
             raise DataError(
                 f"ringtrain.fit: got a {kind} of unknown shapes, expected batches with known ones: use"
@@ -90,7 +73,7 @@ class Stream(Split):
         self._has_unread = length >= 0 and not steps  # as in Keras
         if steps == length:
             steps = None
-        self.is_endless, self.num_batches = steps is not None, steps or length
+        self.is_endless, self.num_batches = steps is not None, steps or length  # of an epoch
         if steps:
             self._check_length(steps, epochs)
         elif length == -1:
@@ -133,14 +116,11 @@ class Stream(Split):
         return {"made by": f"each rank, all rows: {self.why_whole}"} if self.why_whole else {}
 
     def checksum(self) -> int:
-        """Checksum of length, shapes and dtypes, and the first batch of validation data, whose order must be fixed.
-
-        The ranks compare training batches while they train: reading one here would shuffle the dataset once more.
-        """
+        """Checksum of length, shapes and dtypes, and the first batch of validation data, whose order must be fixed."""
         import tensorflow as tf
 
         first: Any = ()
-        if self.is_held_out:
+        if self.is_held_out:  # reading a training batch would shuffle once more: those are compared in training
             first = next(iter(division.copy_of(self.dataset) or self.dataset))
         content = [int(fingerprint(leaf)) for leaf in tf.nest.flatten(first)]
         return zlib.crc32(f"{self.num_batches} {self.dataset.element_spec} {content}".encode())
@@ -235,14 +215,7 @@ class Stream(Split):
 
 
 class PyDatasetStream(Stream):
-    """Batches of a finite `keras.utils.PyDataset`, made by number: a resumed run makes no earlier ones.
-
-    Its hooks and, without workers, each of its batches get random numbers (`random`, `numpy.random`) that seed, epoch
-    and batch determine. As in Keras, epoch e comes after e + 1 calls of `on_epoch_end`. Workers are threads.
-
-    Args:
-        shuffle: Whether each epoch has its batches in another order.
-    """
+    """Batches of a finite `keras.utils.PyDataset`, made by number: a resumed run makes no earlier ones."""
 
     on_resume = "nothing is read again"
 
@@ -278,7 +251,7 @@ class PyDatasetStream(Stream):
         return iter(self._own())
 
     def pass_over(self, epoch: int, was_stopped: bool = False) -> None:
-        """Calls the hooks up to this epoch, unless they were."""
+        """Calls the hooks up to this epoch, unless they were: as in Keras, epoch e comes after e + 1 `on_epoch_end`."""
         while self._begun <= epoch:
             with _seeded(self.seed, self._begun):
                 self.source.on_epoch_end()
@@ -369,11 +342,7 @@ class KeptBatches:
 
 
 class StreamRows:
-    """One rank's rows of each batch of a stream, which all ranks read whole; as `RowBatches`.
-
-    Unless one rank trains all rows, a batch comes with a header, whose fingerprint must be equal on all ranks: that of
-    the whole batch or, of a shard, the number of its rows.
-    """
+    """One rank's rows of each batch of a stream, which all ranks read whole; as `RowBatches`."""
 
     def __init__(
         self,
@@ -427,6 +396,7 @@ def num_rows(batch: Any) -> int:
 
 
 def _with_header(batch: Any, parts: Parts, is_shard: bool) -> tuple[Header, Any]:
+    """Rows with a header whose fingerprint, of the whole batch or a shard's length, must be equal on all ranks."""
     return (header_of_shard(batch), batch) if is_shard else parts.cut(batch)
 
 

@@ -25,12 +25,7 @@ BUFFER = 1 << 20
 
 
 class TFRecordFiles:
-    """Features of examples, in blocks of successive rows.
-
-    Args:
-        columns: Names of features.
-        features: As for `tf.io.parse_example`; None: those of the first record.
-    """
+    """Features of examples, in blocks of successive rows."""
 
     kind = "TFRecord"
 
@@ -103,13 +98,11 @@ class TFRecordFiles:
 
 
 def _texts_of(path: str, begin: int, block: Block) -> tf.Tensor:
-    """Records of a block, which begins at a position of a file; raises DataError if they are damaged.
-
-    With the raw operation, as tf.data.TFRecordDataset has no argument for the position.
-    """
+    """Records of a block, which begins at a position of a file; raises DataError if they are damaged."""
     import tensorflow as tf
 
     def records(position: tf.Tensor) -> tf.data.Dataset:
+        # tf.data.TFRecordDataset has no argument for the position.
         found = tf.raw_ops.TFRecordDatasetV2(
             filenames=[path], compression_type="", buffer_size=tf.constant(BUFFER, tf.int64), byte_offsets=[position]
         )
@@ -124,11 +117,7 @@ def _texts_of(path: str, begin: int, block: Block) -> tf.Tensor:
 
 
 def _scanned(file: DataFile) -> tuple[int, list[int]]:
-    """Checksum of the checksums in a file, and where its records begin, in bytes.
-
-    Raises:
-        DataError: The end of a record is not in the file.
-    """
+    """Checksum of the checksums in a file, and where its records begin, in bytes; DataError: one is incomplete."""
 
     def scan(opened: IO[bytes]) -> tuple[int, list[int]]:
         starts: list[int] = []
