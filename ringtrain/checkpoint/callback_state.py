@@ -36,14 +36,12 @@ State = tuple[list[dict[str, Any]], Arrays]
 
 
 class CallbackState:
-    """Attributes of callbacks, as far as they have changed since this object was made, or ever had.
-
-    Attributes that do not change are arguments, which a resumed run takes from the script; they may be secrets.
-    """
+    """Attributes of callbacks, as far as they have changed since this object was made, or ever had."""
 
     def __init__(self, callbacks: Sequence[keras.callbacks.Callback], model: Any = None) -> None:
         self.callbacks, self.model = callbacks, model
         self._first = [_split(callback, model)[0] for callback in callbacks]
+        """what never changes is an argument, maybe a secret, that a resumed run takes from the script"""
         self._changed: list[set[str]] = [set() for _ in callbacks]
         """names of attributes that have changed, by callback: also one that has its first value again is saved"""
         self._others: list[dict[str, list[Any]]] = []
@@ -113,11 +111,9 @@ class Snapshot:
 
 
 def _split(callback: Any, model: Any = None) -> tuple[Values, dict[str, list[Any]]]:
-    """Attributes of a callback that can be saved, and the others: each with what it holds, by which a change is seen.
-
-    Those with variables of the trained model are not saved again.
-    """
+    """Attributes of a callback that can be saved, and the others, with what each holds, by which a change is seen."""
     values, others = Values(), {}
+    # Variables of the trained model are not saved again.
     of_model = {id(variable) for variable in (*model.variables, *slots_of(model))} if model is not None else set()
     for name, value in vars(callback).items():
         arrays = Arrays()

@@ -60,19 +60,14 @@ def save(
     global_step: int,
     files: Mapping[str, Mapping[str, NDArray[Any]]],
     facts: Mapping[str, Any],
-    after_file: Callable[[str], None] = lambda name: None,
+    after_file: Callable[[str], None] = lambda name: None,  # called while the checkpoint is incomplete
 ) -> Path:
-    """Writes a checkpoint and returns its folder; for rank 0 only. Keeps a valid checkpoint of the same step.
-
-    Raises OSError if writing failed, and CheckpointError if an existing checkpoint of this step cannot be read now.
-    Then nothing of the new one remains. `after_file` is called with each file name while the checkpoint is still
-    incomplete.
-    """
+    """Writes a checkpoint, unless this step has a valid one, and returns its folder; rank 0 only. Raises OSError."""
     final = folder / f"step-{global_step:08d}"
     unfinished = folder / f"{UNFINISHED}{global_step:08d}-{socket.gethostname()}-{os.getpid()}"  # unique per process
     if final.exists():
         try:
-            return verify(final).folder
+            return verify(final).folder  # or raises CheckpointError if it cannot be read now
         except DamagedCheckpoint:
             shutil.rmtree(final)
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -103,11 +98,7 @@ def save(
 
 
 def verify(folder: Path) -> Checkpoint:
-    """Verifies every file of a checkpoint against its manifest.
-
-    Raises DamagedCheckpoint if a file is missing, truncated or changed; CheckpointError if it cannot be read, or
-    another ringtrain wrote it.
-    """
+    """Verifies every file against the manifest; raises DamagedCheckpoint, or CheckpointError if it cannot be read."""
     try:
         return _verify(folder)
     except OSError as error:
@@ -118,10 +109,7 @@ def verify(folder: Path) -> Checkpoint:
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
-    """Returns the manifest of a checkpoint and its SHA-256, which follows from all that is in the checkpoint.
-
-    Raises DamagedCheckpoint if it does not have that checksum; CheckpointError if a newer ringtrain wrote it; OSError.
-    """
+    """Returns the manifest and its SHA-256, of all content; raises DamagedCheckpoint, CheckpointError or OSError."""
     try:
         head, _, body = (folder / MANIFEST).read_bytes().decode().partition("\n")
         digest = parse_json(head)["sha256"]
@@ -232,11 +220,7 @@ def load_result(folder: Path) -> dict[str, NDArray[Any]]:
 
 
 def export(model: Any, folder: Path) -> None:
-    """Exports the trained model, without its optimizer, as model.keras for use without ringtrain; for rank 0 only.
-
-    Raises OSError if it cannot be written; an earlier export is kept. Raises CheckpointError if Keras cannot write it;
-    its weights are then in model.weights.h5.
-    """
+    """Writes the model without optimizer as model.keras; for rank 0 only. Raises OSError, else CheckpointError."""
     import keras
 
     unfinished, path = folder / ".unfinished.keras", folder / "model.keras"
@@ -244,7 +228,7 @@ def export(model: Any, folder: Path) -> None:
         with _uncompiled(model):
             model.save(unfinished)
         os.replace(unfinished, path)
-    except OSError:
+    except OSError:  # an earlier export is kept
         raise
     except Exception as error:  # also from the model's own code
         # Not the model's method: a layer that is a Keras trainer, but no keras.Model, has none.

@@ -11,10 +11,7 @@ UNFINISHED = ".unfinished"
 
 
 def flush(folder: Path) -> None:
-    """Flushes the entries of a folder to disk: those that are new, renamed or removed.
-
-    Does nothing for a folder that this user may not read, or whose file system flushes none. Raises OSError.
-    """
+    """Flushes new, renamed and removed entries of a folder to disk, where that is possible. Raises OSError."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except PermissionError:  # files may be made in it all the same

@@ -42,11 +42,7 @@ LEAVE_S = 2.0
 
 
 class Mirror:
-    """Copy of a run below a folder or a URL of fsspec, held by rank 0.
-
-    Raises RunDirectoryError if another job writes, except with `same_job` an earlier attempt of this job or its former
-    rank 0, and DataError if the file system cannot be reached.
-    """
+    """Copy of a run below a folder or URL of fsspec, held by rank 0; raises RunDirectoryError if another job writes."""
 
     def __init__(self, url: str, name: str, same_job: bool = False) -> None:
         self.url = f"{url.rstrip('/')}/{name}"
@@ -75,6 +71,7 @@ class Mirror:
     def _claim(self, same_job: bool) -> None:
         """Becomes the writer, also after a job that shows no change for a while; else raises RunDirectoryError."""
         first = writer = self._read(WRITER)
+        # An earlier attempt of this job, or its former rank 0.
         if same_job and self._job and parse_object(first or b"").get("job") == self._job:
             first = writer = None
         if writer is not None:
@@ -123,10 +120,7 @@ class Mirror:
         return any(name != WRITER for name in names)
 
     def fetch(self, folder: Path) -> str:
-        """Copies what a run folder lacks, if a checkpoint there is newer than those in the folder.
-
-        Returns the name of that checkpoint, or "". Whether it is damaged is seen when it is restored.
-        """
+        """Copies what a run folder lacks, if a checkpoint here is newer than those there; returns its name, or ""."""
         return with_retries(lambda: self._fetch(folder), self.url, f"{self.url}: cannot be read")
 
     def _fetch(self, folder: Path) -> str:

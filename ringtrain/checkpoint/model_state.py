@@ -151,10 +151,7 @@ def places_to_save(model: keras.Model, digests: Sequence[Sequence[bytes]]) -> li
 
 
 def shared_state(model: keras.Model, of_ranks: list[Arrays]) -> dict[str, Any]:
-    """Returns rank 0's weights and optimizer, with the mean over the ranks of what differs between them.
-
-    Other numbers of ranks resume with the mean.
-    """
+    """Returns rank 0's weights and optimizer; what differs between ranks as its mean, for a resume with other ranks."""
     state = {}
     for index, variable in enumerate(shared_variables(model)):
         state[f"{index:05d}"] = _held(variable)

@@ -65,10 +65,7 @@ def default_name(script_or_data: str, now_s: float | None = None) -> str:
 
 
 def create_folder(parent: Path, name: str, number_if_taken: bool, reuse: bool = False) -> Path:
-    """Creates the run folder, with `reuse` takes that of a run, or raises RunDirectoryError.
-
-    With `number_if_taken`, it tries name-2, name-3, ... where the name is taken.
-    """
+    """Creates the run folder, with -2, -3, ... if taken; `reuse`: takes that of a run. Raises RunDirectoryError."""
     candidate, number = parent / name, 1
     try:
         durable.make_folders(parent)
@@ -117,11 +114,7 @@ def _holds_no_files(folder: Path) -> bool:
 
 
 class RunLock:
-    """Exclusive right of one process to write to a run folder, until `release` or the end of the process.
-
-    It is a lock of the open file .lock: the kernel releases it when the process ends, for whatever reason, and NFS
-    keeps it on the server for all hosts. The file remains, and names the process that holds or held the lock.
-    """
+    """Exclusive right to write to a run folder: a lock of the open file .lock, which ends with the process."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
@@ -130,11 +123,7 @@ class RunLock:
         self._file: IO[str] | None = None
 
     def take(self, folder: Path, same_job: bool = False) -> None:
-        """Takes the lock of a folder, unless this object holds it. Another lock of this process is released first.
-
-        With `same_job`, it waits up to 100 s for an earlier attempt of this job, its former rank 0 or a lost host.
-        Raises RunDirectoryError.
-        """
+        """Takes the lock of a folder, unless this object holds it. Another lock of this process is released first."""
         if self.folder == folder:
             return
         for other in [lock for lock in _taken if lock.folder == folder]:
@@ -144,7 +133,7 @@ class RunLock:
         try:
             while not self._locked(path):
                 by = _holder(path)
-                if not same_job or time.monotonic() > end_s:
+                if not same_job or time.monotonic() > end_s:  # else an earlier attempt or a lost host may end
                     raise RunDirectoryError(
                         f"{folder}: in use by {by}: wait until it ends, or choose another --run.name; if that host is"
                         f" lost, delete {path}"
@@ -179,6 +168,7 @@ class RunLock:
             file.close()  # it was deleted meanwhile
             return self._locked(path)
         file.truncate(0)
+        # The file remains, and names the process that holds or held the lock.
         facts = {"host": socket.gethostname(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         file.write(json.dumps(facts) + "\n")
         file.flush()
@@ -215,10 +205,7 @@ _taken: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 def is_locked(folder: Path) -> bool:
-    """Returns whether a process, on any host, holds the lock of a run folder: whether the run is going on.
-
-    It only asks. False where the file system has no locks, and on an NFS server that does not tell other hosts.
-    """
+    """Asks whether a process, on any host, holds the lock of a run folder; False if the file system does not tell."""
     query = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     with contextlib.suppress(OSError), open(folder / LOCK, "rb") as file:
         answer = fcntl.fcntl(file, fcntl.F_OFD_GETLK, query)

@@ -20,24 +20,13 @@ if TYPE_CHECKING:
     import keras
 
 Build = Callable[[Any, int], "keras.Model"]
+"""(input_shape, num_classes): a model from float32 [batch, *input_shape] to logits, [batch, num_classes]"""
 
 MODELS: dict[str, Build] = {"mlp": mlp, "cnn": cnn, "resnet20": resnet20, "resnet50": resnet50}
 
 
 def builder(config: ModelConfig, of_classes: bool = True) -> Build:
-    """Resolves the function that builds the configured model, without building it.
-
-    Args:
-        config: `name` is a key of MODELS, a name in keras.applications (MobileNetV2, or mobilenet-v2), or
-            module:function of a function (input_shape, num_classes) that returns a Keras model from inputs, float32
-            [batch, *input_shape], to logits, [batch, num_classes]. A compiled model, and one for a loss of `config`,
-            may have any outputs.
-        of_classes: Whether targets are integer classes. Else the shape may be a nest of shapes, and a model without
-            loss is refused.
-
-    Raises:
-        ConfigError: The model does not exist; in the returned function, the model has other outputs.
-    """
+    """Resolves model.name to the function that builds the model, without calling it; both raise ConfigError."""
     known: dict[str, Build] = {**APPLICATIONS, **MODELS}
     plain = {_plain(name): name for name in known}  # MODELS last: resnet-50 is ringtrain's, ResNet50 Keras'
     name = config.name if config.name in known else plain.get(_plain(config.name), config.name)
@@ -69,7 +58,7 @@ def builder(config: ModelConfig, of_classes: bool = True) -> Build:
                 f"model.name: {config.name} returns a model without a loss, and the targets are not integer classes:"
                 f" name a loss with model.loss, or compile the model there"
             )
-        if of_classes and not model.compiled and config.loss in ("", OF_CLASSES):
+        if of_classes and not model.compiled and config.loss in ("", OF_CLASSES):  # others may have any outputs
             _check_outputs(config.name, outputs, num_classes)
         return model
 

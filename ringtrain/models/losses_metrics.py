@@ -66,13 +66,7 @@ def needs_classes(config: ModelConfig) -> bool | None:
 
 
 def loss(config: ModelConfig) -> Callable[[], Any]:
-    """Resolves the configured loss without creating it: `model.loss`, else the cross-entropy of classes.
-
-    Models that ringtrain builds return logits, from which Keras' cross-entropies are then computed.
-
-    Raises:
-        ConfigError: The name does not exist; in the returned function, an object is not a loss.
-    """
+    """Resolves model.loss, else the cross-entropy of classes, to a function that makes it; both raise ConfigError."""
     name = config.loss
     if name and config.label_smoothing:
         raise ConfigError("model.label_smoothing: it has no effect on model.loss: leave it out, or name your own loss")
@@ -80,6 +74,7 @@ def loss(config: ModelConfig) -> Callable[[], Any]:
         return functools.partial(cross_entropy, config.label_smoothing)
     if ":" in name:
         return functools.partial(_own_loss, name)
+    # Models that ringtrain builds return logits, which Keras' cross-entropies are then computed from.
     return find(
         "model.loss", name, {one: functools.partial(_keras_loss, one, ":" not in config.name) for one in LOSSES}
     )
@@ -144,17 +139,8 @@ METRICS: dict[str, Callable[[], keras.metrics.Metric]] = {"top-5": _top_5}
 
 
 def metrics(names: Sequence[str]) -> Callable[[], list[Any]]:
-    """Resolves metrics without creating them. Those of Keras stay names, which `compile` resolves.
-
-    Args:
-        names: keys of METRICS, names in KERAS_METRICS, or module:function of functions or classes without arguments
-            that return a Keras metric of targets and outputs: of a classifier labels, int64 [batch], and logits,
-            float32 [batch, num_classes]. Its variables are added over all ranks, so they must be sums, counts or the
-            like, as in all Keras metrics.
-
-    Raises:
-        ConfigError: A name does not exist; in the returned function, an object is not a Keras metric.
-    """
+    """Resolves metrics by name without creating them. Their variables are added over all ranks: sums or counts."""
+    # Those of Keras stay names, which `compile` resolves.
     known: dict[str, Callable[[], Any]] = {one: functools.partial(str, one) for one in KERAS_METRICS}
     functions = [find("model.metrics", name, known | METRICS) for name in names]
 

@@ -58,11 +58,7 @@ def cnn(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
 
 
 def resnet20(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    """Builds ResNet-20 for CIFAR-10 (He et al. 2015, section 4.2, n = 3): 0.27 million parameters.
-
-    Three stages of three blocks of two 3x3 convolutions, with 16, 32 and 64 filters. Shortcuts have no parameters
-    (option A in the paper): at the start of a stage they take every second pixel, and zeros for the new channels.
-    """
+    """Builds ResNet-20 for CIFAR-10 (He et al. 2015, section 4.2, n = 3, option A): 0.27 million parameters."""
     from keras import Input, Model, layers
 
     inputs = Input(input_shape)
@@ -125,17 +121,14 @@ def _classifier(x: Any, num_classes: int, initializer: Any) -> Any:
 
 
 def application(name: str, input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    """Builds an architecture of keras.applications with random weights, for samples [height, width, channels].
-
-    The model takes the values that data sources return: Keras' own preprocessing of pixels from 0 to 255 is disabled or
-    undone. Raises ConfigError if the architecture does not support samples of this shape.
-    """
+    """Builds an architecture of keras.applications with random weights, for samples [height, width, channels]."""
     import keras
 
     if len(input_shape) != 3:
         raise ConfigError(f"model.name: {name} wants samples of height, width and channels, got shape {input_shape}")
     function = getattr(keras.applications, name)
     options: dict[str, Any] = {}
+    # Keras' own preprocessing of pixels from 0 to 255 is disabled or undone: data sources have done theirs.
     if "include_preprocessing" in inspect.signature(function).parameters:
         options["include_preprocessing"] = False
     elif name.startswith("EfficientNet"):  # those of 2019 always divide by 255

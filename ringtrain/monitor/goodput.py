@@ -46,15 +46,10 @@ class Attempt:
 
 @dataclass
 class Goodput:
-    """Time of a run.
-
-    Attributes:
-        seconds: By part; see PARTS. They add up to the time from the launch, else from the first process, to the last
-            entry.
-        attempts: In order.
-    """
+    """Time of a run."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    """by part; together from the launch, else from the first process, to the last entry"""
     attempts: list[Attempt] = field(default_factory=list)
 
     @property
@@ -77,10 +72,7 @@ class Goodput:
 
     @property
     def best_interval_s(self) -> float:
-        """Seconds between two checkpoints that would have cost least, by Young 1974.
-
-        sqrt(2 x cost of one x time per failure); 0.0 if no attempt has failed, or no checkpoint made training wait.
-        """
+        """Seconds between saves that would have cost least, by Young 1974; 0.0 without failures, or waits for saves."""
         num_saves = sum(attempt.num_saves for attempt in self.attempts)
         num_failures = 0
         for attempt, following in itertools.pairwise(self.attempts):
@@ -92,12 +84,7 @@ class Goodput:
 
 
 def of(events: Iterable[Event]) -> Goodput | None:
-    """Returns where the time of a run went, by all of its journals' events in order of time; None if none tells.
-
-    Example:
-        >>> goodput.of(journal.read(Path("runs/digits"))).share
-        0.83
-    """
+    """Returns where the time of a run went, by its journals' events in order of time; None if none tells."""
     attempts: list[list[Event]] = []
     for event in events:
         if event.get("rank") != 0 or not isinstance(event.get("spent_s"), Mapping):

@@ -42,10 +42,7 @@ class Activity(Protocol):
 
 
 class Monitor:
-    """Heartbeat thread of one rank, which exits the process with code 75 when the job stalls.
-
-    A context manager around training. The constructor is a collective; rank 0's `timeout_s` is every rank's.
-    """
+    """Heartbeat thread of one rank, around training; exits with code 75 when the job stalls. Made collectively."""
 
     def __init__(
         self,
@@ -68,6 +65,7 @@ class Monitor:
         self._transport = transport.Wire(secrets.token_hex(16), listens=is_wanted and rank == 0 and size > 1)
         row = Row(rank, self.host, os.getpid(), descriptor)
         address = (row, transport.own_addresses(), self._transport.port, self._transport.token, timeout_s, is_wanted)
+        # Rank 0's `timeout_s` is every rank's.
         self._rank_0, addresses, self._port, self._transport.token, self.timeout_s, self._is_wanted = broadcast(address)
         self._addresses = ["127.0.0.1", *addresses] if self._rank_0.host == self.host else addresses
         self.stalls = Stalls(self.timeout_s)

@@ -37,10 +37,7 @@ class Stages:
 
 
 class Journal:
-    """Writer of one rank's events. Each is written immediately, so that it remains if the process is killed.
-
-    Successive processes with the same rank append to one file. Without a folder, it drops events until `open`.
-    """
+    """Writer of a rank's events, each at once, so that a kill loses none; it drops them until `open`."""
 
     def __init__(
         self, folder: Path | None = None, rank: int = 0, size: int = 1, run_start: int = 0, start_s: float = 0.0
@@ -59,11 +56,9 @@ class Journal:
         self.about |= {"run_start": run_start, "start_s": start_s}
 
     def write(self, event: str, **facts: Any) -> None:
-        """Appends an event with facts (plain values: global_step, epoch, ...). A full disk drops it silently.
-
-        Events: start, training (its first step is done), commit, save, time (nothing but where time went), resize, end,
-        signal, stall, straggler, fault (injected by --chaos), failure.
-        """
+        """Appends an event with facts (plain values: global_step, epoch, ...). A full disk drops it silently."""
+        # Events: start, training (its first step is done), commit, save, time (nothing but where time went), resize,
+        # end, signal, stall, straggler, fault (injected by --chaos), failure.
         if self.path is None:
             return
         line = {"time_s": time.time(), "event": event, **self.about, **self.spent(), **facts}

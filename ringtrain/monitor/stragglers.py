@@ -15,10 +15,7 @@ PARTS = ("input", "compute", "callbacks")
 
 
 def stragglers(rows: Collection[Row], factor: float) -> list[tuple[Row, str, float]]:
-    """Ranks whose own work takes over `factor` times the others' median, with the part in which they lose most.
-
-    The third value is the ratio to the others. Empty with factor 0, and until all ranks have made 50 steps.
-    """
+    """Ranks whose work takes `factor` (0: off) times the others' median, the part that costs most, and the ratio."""
     if not factor or len(rows) < 2 or any(row.times.num_steps < WINDOW_STEPS for row in rows):
         return []
     # Sorted once, since there may be thousands of ranks.

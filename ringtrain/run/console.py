@@ -28,10 +28,7 @@ USUAL = {"accuracy": "{:.2%}", "loss": "{:.4f}"}
 
 
 class Terminal:
-    """Standard output of rank 0; the other ranks print nothing.
-
-    It never ends a run: if its terminal or the reader of its pipe is gone, it goes to nowhere.
-    """
+    """Standard output of rank 0, of others nothing; it never ends a run: without its reader, it goes to nowhere."""
 
     def __init__(self, is_quiet: bool) -> None:
         self.is_quiet = is_quiet

@@ -66,15 +66,10 @@ class Opening:
 
 
 class Source(Protocol):
-    """Where data, model, callbacks and the state of a run come from: the configuration, a script, or other ranks.
-
-    Attributes:
-        faults: That are injected.
-        is_quiet: Whether nothing is printed.
-    """
+    """Where data, model, callbacks and the state of a run come from: the configuration, a script, or other ranks."""
 
     faults: tuple[Fault, ...]
-    is_quiet: bool
+    is_quiet: bool  # prints nothing
 
     def code(self) -> Mapping[str, str]:
         """Checksums of its code, which must be the same on all ranks."""
@@ -147,13 +142,8 @@ class Job:
         return sum(map(self.validation.is_due, range(first, end))) if self.numbers.num_test else 0
 
     def pass_over(self, first: int, end: int, was_stopped: bool = False) -> None:
-        """Leaves shuffles, caches and hooks of the data, which a later fit may share, as these epochs have left them.
-
-        Args:
-            first: Epoch in which the run has begun, in whichever attempt.
-            was_stopped: Whether a callback has ended training within the last one.
-        """
-        for epoch in range(first, end):
+        """Leaves shuffles, caches and hooks of the data, which a later fit may share, as these epochs have done."""
+        for epoch in range(first, end):  # first: of the run, in whichever attempt
             self.data_set.train.pass_over(epoch - first, was_stopped and epoch + 1 == end)
             if self.num_evaluations(epoch, epoch + 1):
                 self.data_set.test.pass_over_evaluation(self.num_evaluations(first, epoch))

@@ -63,10 +63,7 @@ def plan(
     host: str,
     num_devices: int = 1,
 ) -> Pinning:
-    """Plans the devices of one rank: its GPUs by its local rank, and its share of the cores of all ranks of the host.
-
-    Raises DeviceError if there are too few GPUs and sharing is not enabled.
-    """
+    """Plans a rank's GPUs by its local rank, and its share of the host's cores; raises DeviceError for too few GPUs."""
     share = max(1, host_cores // (local_size * num_devices))
     num_threads = options.threads or max(1, min(own_cores, share))
     if not gpus:
@@ -124,13 +121,9 @@ def pin(
     options: DeviceConfig,
     environ: Mapping[str, str] = os.environ,
     num_devices: int = 1,
-    one_thread: bool = False,
+    one_thread: bool = False,  # then bits do not depend on the number of threads
 ) -> Pinning:
-    """Configures TensorFlow for this rank's devices. Call it before anything uses a device.
-
-    Raises DeviceError as `plan`, with all GPUs hidden, so that ranks can still exchange it; also if this process
-    already uses other devices. With `one_thread`, bits do not depend on the number of threads.
-    """
+    """Configures TensorFlow for this rank's devices, before anything uses one; raises DeviceError, as `plan` does."""
     import tensorflow as tf
 
     try:
@@ -148,7 +141,7 @@ def pin(
         elif num_devices > 1:
             (cpu,) = tf.config.list_physical_devices("CPU")
             tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices)
-    except DeviceError:
+    except DeviceError:  # without GPUs, ranks can still exchange it
         tf.config.set_visible_devices([], "GPU")
         raise
     except RuntimeError as error:  # TensorFlow has initialized its devices, differently

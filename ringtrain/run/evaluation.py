@@ -26,11 +26,7 @@ LogsOfRank = tuple[dict[str, Any], dict[str, list[str]]]
 
 
 class Evaluation(keras.callbacks.Callback):
-    """Adds the metrics of all ranks to an epoch's logs, and those of the test samples with the prefix of `Validation`.
-
-    It must be on every rank, before all callbacks that read an epoch's metrics. Each rank evaluates its shard of the
-    test samples, which may be empty. An interrupted epoch is not evaluated.
-    """
+    """Adds metrics of all ranks and test samples to an epoch's logs; on each rank, before callbacks that read them."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -86,14 +82,9 @@ class Evaluation(keras.callbacks.Callback):
     def set_metrics(
         self, logs: dict[str, Any], metrics: Mapping[str, Any], results: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Replaces an epoch's logs by the metrics of all ranks or, where they are no metrics, by means. Collective.
-
-        Args:
-            metrics: Of all ranks.
-            results: Of this rank's metrics, to be compared with logs: after its first step since a resume, and now.
-        """
+        """Replaces an epoch's logs by the metrics of all ranks or, where they are no metrics, by means. Collective."""
         candidates: dict[str, list[str]] = {}
-        for of_rank in results:
+        for of_rank in results:  # of its metrics after the first step since a resume, and now
             for name, names in metrics_behind(logs, of_rank).items():
                 candidates[name] = [*candidates.get(name, ()), *names]
         if not logs:  # after a resume at the end of an epoch whose data have ended early
@@ -151,20 +142,14 @@ class Evaluation(keras.callbacks.Callback):
 
 
 class CallbacksOfRank(keras.callbacks.CallbackList):
-    """Callbacks of one rank's evaluation or prediction, each batch of which is progress for the detection of stalls.
+    """Callbacks of a rank's evaluation or prediction, each batch of which is progress for the detection of stalls."""
 
-    Attributes:
-        num_calls: Calls of Keras' function so far.
-        outputs: Of each call of a prediction.
-        logs_of_rank: Of the last shard with a batch.
-    """
-
-    num_calls = 0
-    logs_of_rank: LogsOfRank | None = None
+    num_calls = 0  # of Keras' function
+    logs_of_rank: LogsOfRank | None = None  # of the last shard with a batch
 
     def __init__(self, *arguments: Any, **params: Any) -> None:
         super().__init__(*arguments, **params)
-        self.outputs: list[Any] = []
+        self.outputs: list[Any] = []  # of each call of a prediction
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Does nothing: Keras calls it for each shard of a rank."""
@@ -195,11 +180,7 @@ class CallbacksOfRank(keras.callbacks.CallbackList):
 def evaluate_shard(
     model: keras.Model, test: data.Split, shard: range, batches: Any, callbacks: CallbacksOfRank, is_prepared: bool
 ) -> list[NDArray[Any]]:
-    """State of the metrics after a shard of the test samples, whose logs the callbacks keep.
-
-    Args:
-        is_prepared: Whether the batches are what an `evaluate` of the model's own makes of a script's.
-    """
+    """State of the metrics after a shard of the test samples, whose logs the callbacks keep."""
     if not len(shard):
         model.reset_metrics()
         return states_of_metrics(model)
@@ -216,13 +197,11 @@ def evaluate_shard(
 
 @contextlib.contextmanager
 def _prepared(model: keras.Model, batches: Any, steps: int | None, is_prepared: bool) -> Iterator[dict[str, Any]]:
-    """Context of an evaluation, with arguments by which an `evaluate` of the model's own does not prepare its batches.
-
-    Keras' `fit` has the same: else the tasks of KerasHub would prepare the batches a second time.
-    """
+    """Context of an evaluation, with arguments by which a model's own `evaluate` does not prepare its batches."""
     if not is_prepared or type(model).evaluate is keras.Model.evaluate:
         yield {}
         return
+    # As in Keras' `fit`: else the tasks of KerasHub would prepare the batches a second time.
     model._eval_epoch_iterator = TFEpochIterator(
         model.distribute_strategy, batches, steps_per_epoch=steps, steps_per_execution=model.steps_per_execution
     )
@@ -249,13 +228,10 @@ def keras_names(model: keras.Model) -> list[str]:
 
 
 def metrics_behind(logs: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Returns, by the name of a log, the metrics of which it may be the result, that of its own name first.
-
-    A step of the user's own may return other values under a metric's name, and results under other names. As in Keras,
-    logs with the names of all metrics are their results.
-    """
-    if logs.keys() == results.keys():
+    """Returns, by the name of a log, the metrics of which it may be the result, that of its own name first."""
+    if logs.keys() == results.keys():  # as in Keras
         return {name: [name] for name in logs}
+    # A step of the user's own may return other values under a metric's name, and results under other names.
     metrics_of = {}
     for name, value in logs.items():
         equal = [metric for metric, result in results.items() if _is_equal(value, result)]
@@ -277,17 +253,10 @@ def first_of_all(of_ranks: Sequence[Mapping[str, list[str]]]) -> dict[str, str]:
 
 
 def logs_of_all(metrics: Mapping[str, Any], of_rank: LogsOfRank | None) -> dict[str, Any]:
-    """Logs of all ranks' evaluation. Collective.
-
-    What a test_step returns besides metrics is that of the last batch, as in Keras.
-
-    Args:
-        metrics: Of all ranks.
-        of_rank: Of this rank's evaluation; None: it had no batch.
-    """
+    """Logs of all ranks' evaluation. Collective."""
     of_ranks = hvd.allgather_object(of_rank, name="ringtrain_logs_of_evaluation")
     had_batches = [one for one in of_ranks if one is not None]
-    logs, _ = had_batches[-1]
+    logs, _ = had_batches[-1]  # what a test_step returns besides metrics, as in Keras
     metric_of = first_of_all([names for _, names in had_batches])
     return {**logs, **{name: metrics[metric] for name, metric in metric_of.items()}}
 
@@ -300,20 +269,15 @@ def _is_equal(value: Any, result: Any) -> bool:
 
 
 def over_all_ranks(model: keras.Model, values: Sequence[NDArray[Any]] | None = None) -> dict[str, Any]:
-    """Sums the metrics of all ranks since their reset, and returns each by name, as a float or an array. Collective.
-
-    Keras' metrics keep sums, counts and confusion matrices, so one process would have their sum over the ranks.
-    Afterwards the metrics on every rank hold that sum.
-
-    `values`: of the metrics on this rank, or rows of which they are the sum. None: what the metrics hold.
-    """
+    """Adds up the state of all ranks' metrics since their reset, on every rank; returns results by name. Collective."""
+    # Sums, counts and confusion matrices: one process would have their sum over the ranks.
     of_rank = states_of_metrics(model) if values is None else values
     sums = of_rank
     if values is not None or not hvd.is_shared(model):  # else each rank has those of all
         with hvd.during("reduce"):
             sums = sums_over_ranks(of_rank, "ringtrain_metrics")
     for variable, total in zip(model.metrics_variables, sums, strict=True):
-        if total.ndim > len(variable.shape):
+        if total.ndim > len(variable.shape):  # rows of which the state is the sum
             total = total.sum(axis=0)
         variable.assign(total)
     return results_of_metrics(model)
@@ -332,18 +296,14 @@ def _is_numeric(value: Any) -> bool:
 
 
 def means_over_ranks(logs: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """Means of the ranks' logs that are no metrics, such as those of a model's own train_step. Collective.
-
-    Texts have no mean. Nor have numbers that not all ranks have, and arrays whose shapes differ between ranks: their
-    names are returned as well.
-    """
+    """Means of the ranks' logs that are no metrics, and the names of those without a mean. Collective."""
     logs = {name: value for name, value in logs.items() if _is_numeric(value)}
     shapes = hvd.allgather_object({name: np.shape(value) for name, value in logs.items()}, name="ringtrain_shapes")
     alike = []
     for name, shape in shapes[0].items():
         if all(of_rank.get(name) == shape for of_rank in shapes):
             alike.append(name)
-    unlike = set().union(*shapes).difference(alike)
+    unlike = set().union(*shapes).difference(alike)  # not on all ranks, or of several shapes
     logs = {name: logs[name] for name in alike}  # in one order on all ranks
     if not logs:
         return {}, unlike

@@ -100,16 +100,13 @@ def _restore(run: Run) -> tuple[Start, Mapping[str, Any]]:
 
 
 def _with_frozen_layers(job: Job, start: Start, is_complete: bool) -> Start:
-    """Freezes the layers that callbacks of the run had frozen; returns its start with those that `compile` has found.
-
-    A script that has frozen others since, such as one that continues another run, keeps its own, which is said.
-    """
+    """Freezes the layers that callbacks of the run had frozen; returns its start with those that `compile` found."""
     from ringtrain import hvd
     from ringtrain.checkpoint import model_state
 
     frozen = model_state.frozen_layers(job.model)
     if start.frozen is not None and start.frozen != frozen:
-        if start.frozen_as_compiled != frozen:
+        if start.frozen_as_compiled != frozen:  # a script that has frozen others since keeps its own
             text = f"was saved with {len(start.frozen)} frozen layers, now there are {len(frozen)}, or other ones"
             if hvd.rank() == 0:
                 print(f"ringtrain: {start.source} {text}", file=sys.stderr)

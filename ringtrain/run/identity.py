@@ -163,16 +163,13 @@ def of_compiled(model: keras.Model) -> dict[str, str]:
 
 
 def content_of(dataset: tf.data.Dataset) -> str:
-    """Checksum of the arrays in memory from which a dataset is made, in any order; "" if there are none.
-
-    Nothing of the dataset is read. Texts do not count, since paths may change.
-    """
+    """Checksum of the arrays that a dataset, which is not read, is made from, in any order; "" if there are none."""
     checksum, num_arrays, datasets = 0, 0, [dataset]
     while datasets:
         source = datasets.pop()
         datasets += source._inputs()
         for tensor in getattr(source, "_tensors", None) or ():
-            is_numeric = tensor.dtype.is_numpy_compatible and tensor.dtype != "string"
+            is_numeric = tensor.dtype.is_numpy_compatible and tensor.dtype != "string"  # paths may change
             if is_numeric and tensor.shape.rank and tensor.shape.num_elements():
                 rows = np.asarray(tensor).reshape(len(tensor), -1).view(np.uint8)
                 width = math.gcd(8, rows.shape[1])  # as few and wide numbers as a row has

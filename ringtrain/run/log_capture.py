@@ -31,12 +31,8 @@ _watched_by: list[int] = []
 
 
 def watch() -> None:
-    """Keeps TensorFlow's log lines off the terminal; all other standard error still reaches it.
-
-    A process reads it through a pipe, so that no output of a crashing rank is lost. Call it before any thread is
-    started. A further call begins another run, with a log of its own.
-    """
-    if is_on():
+    """Keeps TensorFlow's log lines, and nothing else, off the terminal. Call it before any thread is started."""
+    if is_on():  # another run begins, with a log of its own
         with contextlib.suppress(BrokenPipeError):  # the watcher was killed
             sys.stderr.flush()
             os.write(2, MARK + NEW_RUN)
@@ -44,7 +40,7 @@ def watch() -> None:
     _watched_by[:] = [os.getpid()]
     source, sink = os.pipe()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)  # until the watcher ignores them
-    watcher = os.fork()
+    watcher = os.fork()  # a process, so that no output of a crashing rank is lost
     if watcher == 0:
         for number in DEAF_TO:
             signal.signal(number, signal.SIG_IGN)

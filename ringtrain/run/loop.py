@@ -40,30 +40,22 @@ def train(run: Run) -> None:
 
 
 class Training:
-    """Epochs and steps of a run with its callbacks, around steps that `train` makes.
-
-    Attributes:
-        callbacks: Of the run.
-        step_logs: Of the last step.
-    """
+    """Epochs and steps of a run with its callbacks, around steps that `train` makes."""
 
     def __init__(self, run: Run) -> None:
         if run.job.callback_state is not None:  # of ranks that change: those that stay may have a later state
             run.job.callback_state.restore()
         self.run, self.callbacks = run, CallbacksOfRun(run)
-        self.step_logs: Mapping[str, Any] = {}
+        self.step_logs: Mapping[str, Any] = {}  # of the last step
 
     def epochs(self) -> Iterator[tuple[int, range]]:
-        """Yields each epoch with the numbers of the steps that are left of it, which are made before the next one.
-
-        The callbacks of a run that was complete are called as well: they set its last weights.
-        """
+        """Yields each epoch with the numbers of the steps that are left of it, which are made before the next one."""
         run = self.run
         model, clock = run.job.model, run.clock
         model.stop_training = False
         logs: Mapping[str, Any] | None = dict(run.start.metrics) or None
 
-        self.callbacks.on_train_begin()
+        self.callbacks.on_train_begin()  # also of a run that was complete: they set its last weights
         callback_state.restore_callbacks(run.job.all_callbacks, run.start.callbacks)
 
         # The ranks agree on the end: a callback of one alone may set `stop_training`. An epoch whose end a change of
@@ -128,10 +120,7 @@ def _cut_rows(logger: keras.callbacks.CSVLogger, epoch: int) -> None:
 
 
 class CallbacksOfRun(keras.callbacks.CallbackList):
-    """List of a run's callbacks. What they do at the start of training or of an epoch is not done again on a resume.
-
-    It is in the checkpoint: a learning rate, for example, is not multiplied twice.
-    """
+    """Callbacks of a run. A resume does not repeat what they did at a start: a rate is not multiplied twice."""
 
     callbacks: list[keras.callbacks.Callback]
 

@@ -171,10 +171,7 @@ class Clock(keras.callbacks.Callback):
         self.status.put(self.global_step, "")
 
     def keep_state(self) -> None:
-        """Keeps the state before the end of an epoch or of training, which a change of ranks may interrupt.
-
-        Does nothing here.
-        """
+        """Keeps the state before the end of an epoch or of training, if ranks change: not here."""
 
     def passed(self, every: int) -> bool:
         """Whether the last call of a step has reached a multiple of `every`."""
@@ -212,16 +209,12 @@ class Clock(keras.callbacks.Callback):
 def restore(
     model: keras.Model,
     folder: Path | None,
-    must: bool,
+    must: bool,  # raise CheckpointError without a checkpoint, too
     config: Config,
     numbers: Numbers,
-    common: Mapping[str, str],
+    common: Mapping[str, str],  # if it differs in the checkpoint, raise ConfigError
 ) -> Start:
-    """Restores on every rank the newest valid checkpoint that rank 0 finds; returns the same position on all.
-
-    `folder` is a run folder. Raises CheckpointError if no checkpoint is valid although there are some or one is
-    required, or it is of another model; ConfigError if it has not in common with this run what is in `common`.
-    """
+    """Restores on every rank the newest valid checkpoint of rank 0's run folder; returns the same position on all."""
     newest, start = hvd.run_together(lambda: _find(folder, must) if hvd.rank() == 0 else (None, Start()))
 
     def load() -> list[list[Arrays]] | None:
@@ -340,14 +333,11 @@ def load_weights(model: keras.Model, source: Path) -> None:
 
 
 def restore_result(model: keras.Model, folder: Path, summary: Mapping[str, Any]) -> None:
-    """Gives a model the weights with which a complete run has ended, which callbacks or averages may have set.
-
-    What could not be exported then is exported now.
-    """
+    """Gives a model the weights with which a complete run has ended, which callbacks or averages may have set."""
 
     def load() -> None:
         model_state.assign(model.weights, checkpoint.load_result(folder))
-        if "not_exported" in summary or not (folder / "model.keras").exists():
+        if "not_exported" in summary or not (folder / "model.keras").exists():  # what failed then is done now
             with contextlib.suppress(CheckpointError, OSError):
                 checkpoint.export(model, folder)
                 told = {name: value for name, value in summary.items() if name != "not_exported"}

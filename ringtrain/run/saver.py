@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 
 
 class Saver(keras.callbacks.Callback):
-    """Saves the state of a run every so many steps and epochs; a thread of rank 0 writes it.
-
-    A checkpoint that cannot be written, e.g. on a full disk, is skipped; only the last one is required.
-    """
+    """Saves the state of a run; a thread of rank 0 writes it. A save may fail, as on a full disk, except the last."""
 
     def __init__(
         self,
@@ -88,11 +85,7 @@ class Saver(keras.callbacks.Callback):
             self._save_last()
 
     def save(self) -> None:
-        """Starts saving the current state, unless it is saved already.
-
-        Collective. Raises NonFiniteLoss on every rank if a weight is NaN or infinite. The previous checkpoint stays the
-        newest.
-        """
+        """Starts saving the state, once; raises NonFiniteLoss on every rank if a weight is not finite. Collective."""
         step = self.clock.global_step
         if self.saved_step != step and not self.is_closed:
             self._save(step)
@@ -134,11 +127,8 @@ class Saver(keras.callbacks.Callback):
             self._written = self._writer.submit(self._write, step, files, facts)
 
     def finish(self) -> None:
-        """Waits until the last state is saved; raises CheckpointError on every rank if it cannot be. Collective.
-
-        A run with nothing left to train is saved here.
-        """
-        if self.saved_step != self.clock.global_step:
+        """Waits until the last state is saved; raises CheckpointError on every rank if it cannot be. Collective."""
+        if self.saved_step != self.clock.global_step:  # nothing was left to train
             self._save_last()
         hvd.run_together(self._finish)
 

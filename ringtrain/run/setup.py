@@ -84,10 +84,7 @@ def early_stopping(options: TrainConfig) -> keras.callbacks.EarlyStopping:
 def compiled_model(
     named: Named, data_set: data.DataSet, config: Config, numbers: Numbers, strategy: Strategy
 ) -> tuple[keras.Model, dict[str, str]]:
-    """Builds the compiled model of one process, with the same weights on all ranks, and rows of the plan.
-
-    A model that its function has compiled keeps loss, metrics and optimizer: options for these are refused.
-    """
+    """Builds the compiled model of one process, with the same weights on all ranks, and rows of the plan."""
     import keras
     import tensorflow as tf
 
@@ -108,7 +105,7 @@ def compiled_model(
         _check_split_optimizer(optimizer)
     if (model.compiled or ":" in config.model.loss) and data_set.of_classes:
         rows["targets"] = f"{data_set.num_classes} integer classes; for other targets, return floats"
-    if model.compiled:
+    if model.compiled:  # by its function: it keeps loss, metrics and optimizer
         _refuse_options_of_compile(config)
         kind, rate = type(optimizer).__name__, optimizers.last_learning_rate(optimizer)
         rows["learning rate"] = f"{rate:g} ({kind}, as {config.model.name} compiles it)"

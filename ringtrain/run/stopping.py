@@ -31,11 +31,7 @@ TIME_LIMIT = "train.max_time_s"
 
 
 class Signals:
-    """Records the first of SIGTERM, SIGINT and SIGUSR1; a SIGINT after it ends the process at once.
-
-    A terminal that closes is as SIGTERM, unless nohup lets the process outlive it.
-    A context that may be entered again within itself: handlers stay until the outermost one ends.
-    """
+    """Records the first of SIGTERM, SIGINT and SIGUSR1; a SIGINT after it ends the process at once."""
 
     def __init__(self, journal: Journal) -> None:
         self.received = 0
@@ -46,11 +42,12 @@ class Signals:
         self.note = ""
         """text that is printed when a signal is received"""
         self._depth = 0
+        """contexts within each other: handlers stay until the outermost one ends"""
 
     def __enter__(self) -> Signals:
         if not self._depth:
             self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
-            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
                 self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._receive)
         self._depth += 1
         return self
@@ -81,16 +78,13 @@ class Signals:
 
 
 class StopTogether(keras.callbacks.Callback):
-    """Ends training on all ranks after the same step, at the request of any rank.
-
-    Every few steps, the ranks exchange their requests in one small allreduce; also before every checkpoint, so that
-    none is saved after a non-finite loss.
-    """
+    """Ends training on all ranks after the same step, at the request of any rank."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.run, config, steps_per_epoch = run, run.config, run.job.numbers.steps_per_epoch
         every_save = config.checkpoint.every_steps or steps_per_epoch
+        # Requests are exchanged in a small allreduce, also before a save, so that none comes after a non-finite loss.
         self.every_steps = {config.health.agree_every_steps, every_save, steps_per_epoch}
         self._agrees_each_step = any(map(has_batch_hooks, run.job.users_callbacks))
         """whether a callback of this rank may ask for the end after any step; the ranks agree on that, too"""
@@ -218,10 +212,7 @@ def _is_finite(logs: Mapping[str, Any]) -> bool:
 
 
 def check_monitor(monitor: str, metrics: Sequence[keras.metrics.Metric | str], has_more: bool = False) -> None:
-    """Raises ConfigError unless `monitor` is loss or one of these metrics, optionally prefixed with test_.
-
-    With `has_more`, it may also begin with the name of an output, which has a loss and metrics of its own.
-    """
+    """Raises ConfigError unless `monitor` is loss or a metric, also after test_ or, with `has_more`, an output."""
     names = ["loss"]
     for metric in metrics:
         names.append(metric if isinstance(metric, str) else metric.name)

@@ -42,11 +42,7 @@ BETWEEN_NOTES_S, BETWEEN_NOTES = 10.0, 0.01
 
 
 class Recorder(keras.callbacks.Callback):
-    """Records and shows the progress of training, on rank 0.
-
-    Speed is that of the steps after the first one, in which TensorFlow traces the model, without the time between
-    epochs. Records of steps after the resume point are dropped.
-    """
+    """Records and shows the progress of training, on rank 0."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -54,11 +50,12 @@ class Recorder(keras.callbacks.Callback):
         self.progress = Progress(run.terminal, run.job.numbers.num_steps, run.config.train.epochs)
         self.images_per_step = run.job.numbers.samples_per_step
         self.first_step = run.clock.global_step
-        self.timed_steps, self.timed_s = 0, 0.0
+        self.timed_steps, self.timed_s = 0, 0.0  # without the first step (tracing) and the time between epochs
         self._begin_s = time.perf_counter()
         self._next_note_s = self._begin_s + BETWEEN_NOTES_S
         self.reported = False
         self.unwritten: dict[str, list[str]] = {}
+        # Records of steps after the resume point are dropped.
         self.epochs = _records_until(self.folder / METRICS, self.first_step - run.clock.is_open)
         _records_until(self.folder / STEPS, self.first_step)
 
@@ -254,10 +251,7 @@ def versions() -> dict[str, str]:
 
 
 def write_results(run: Run, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Compares the ranks once more, exports the model on rank 0, and writes and returns the summary. Collective.
-
-    `facts` replace values of the same name.
-    """
+    """Compares the ranks again, exports the model on rank 0, and writes and returns the summary. Collective."""
     callbacks, numbers = run.callbacks, run.job.numbers
     metrics, recorder = callbacks.saver.metrics, callbacks.recorder
     summary = {
@@ -283,7 +277,7 @@ def write_results(run: Run, facts: Mapping[str, Any]) -> dict[str, Any]:
         "fit_s": time.time() - run.started,
         "started": run.started,
         "hosts": run.hosts,
-        **facts,
+        **facts,  # in place of those above
         "numbers": dataclasses.asdict(numbers),
         "versions": versions(),
         "config": dataclasses.asdict(run.config),
