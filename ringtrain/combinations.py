@@ -66,13 +66,7 @@ a value that begins with this word."""
 
 
 def check(config: Any, defaults: Mapping[str, Any], facts: Collection[str] = ()) -> None:
-    """Raises ConfigError for the first pair of options that do not go together.
-
-    Args:
-        config: A `config.Config`.
-        defaults: Default values by dotted name.
-        facts: What holds besides, such as ELASTIC.
-    """
+    """Raises ConfigError for the first two options, or facts such as ELASTIC, that do not go together."""
     for first, others in NOT_TOGETHER.items():
         if first in facts:
             one = first

@@ -37,10 +37,7 @@ JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 @functools.cache
 def texts() -> types.MappingProxyType[str, str]:
-    """Help of every section ("data") and option ("data.name"), by dotted name, in the order of config.py.
-
-    The help of an option is the string below its field, that of a section the docstring of its class.
-    """
+    """Help of each section ("data"), from its class, and option ("data.name"), from below its field, by dotted name."""
     found: dict[str, str] = {}
     for name, option in OPTIONS.items():
         section = name.rpartition(".")[0]
@@ -65,10 +62,7 @@ def asks_for_help(words: Sequence[str]) -> bool:
 
 
 def help_parser(words: Sequence[str], config: Config, usage: str, description: str) -> Parser:
-    """Parser whose help is the one that a command line asks for: of a section, of all, or of the common options.
-
-    Raises ConfigError if the word after --help is no section. config: Its values are shown as the defaults.
-    """
+    """Parser whose help a command line asks for; defaults are those of `config`. ConfigError: no such section."""
     at = next(place for place, word in enumerate(words) if word in ("-h", "--help"))
     section = next((word for word in words[at + 1 : at + 2] if not word.startswith("-")), "")
     known = [*sections(), ALL]
@@ -114,11 +108,7 @@ def help_parser(words: Sequence[str], config: Config, usage: str, description: s
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema (draft 7) of a configuration file, from which editors complete and check one.
-
-    Types, choices, defaults, help and limits are those of config.py. Requirements between options are left to the
-    trainer.
-    """
+    """JSON schema (draft 7) of a configuration file, for editors. The trainer alone checks options together."""
     defaults = Config()
     whole = _table("Configuration of ringtrain.train")
     for name, text in sections().items():

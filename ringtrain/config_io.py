@@ -96,11 +96,7 @@ def tables_of(path: Path) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> Config:
-    """Reads a TOML file over the defaults: each table is a section, each key an option.
-
-    Raises:
-        ConfigError: The file cannot be read, or a key or value is invalid. Names the file and the key.
-    """
+    """Reads a TOML file over the defaults: each table is a section, each key an option. Raises ConfigError."""
     return from_tables(tables_of(path), str(path))
 
 
@@ -170,19 +166,14 @@ def _is_number(value: Any) -> bool:
 
 
 def find(option: str, name: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Returns the function that a key of `known` or "module:function" names, as the value of `option`.
-
-    A user's module is imported when the function is called, after devices are pinned: it may initialize devices.
-
-    Raises:
-        ConfigError: The name is unknown or, when the function is called, the module cannot be imported.
-    """
+    """Returns the function that a key of `known` or "module:function" names; raises ConfigError with `option`."""
     if name in known:
         return known[name]
     if ":" not in name and not known:
         raise ConfigError(f"{option}: got {name}, expected module:function")
     if ":" not in name:
         raise ConfigError(f"{option}: got {name}, {nearest(name, known)} (or module:function for your own)")
+    # Imported when it is called, after devices are pinned: it may initialize devices.
     return lambda *args, **kwargs: imported(option, name)(*args, **kwargs)
 
 

@@ -95,10 +95,7 @@ class Numbers:
 
 
 def num_shards(config: Config, num_copies: int) -> int:
-    """Returns the number of equal parts of a global batch: of the copies of the model, or of virtual ranks.
-
-    Raises ConfigError if there are more copies than virtual ranks.
-    """
+    """Returns the number of equal parts of a global batch: of the copies of the model, or of virtual ranks."""
     num_virtual = config.train.virtual_ranks
     if num_virtual and num_copies > num_virtual:
         raise ConfigError(
@@ -114,13 +111,10 @@ def derive(config: Config, num_ranks: int, num_train: int, num_test: int, rows_p
     With k = global batch / reference batch, linear scaling multiplies the learning rate by k (Goyal et al. 2017, arXiv
     1706.02677, section 2.1), sqrt by k ** 0.5 (Krizhevsky 2014, arXiv 1404.5997; for adaptive optimizers Malladi et al.
     2022, arXiv 2205.10287). With Adasum k is one rank's batch / reference batch.
-
-    Args:
-        rows_per_step: Rows of a step on all ranks. 0: train.batch_size of each rank.
     """
     optimizer, schedule = config.optimizer, config.schedule
     batch_size, accumulated = config.train.batch_size, optimizer.accumulation_steps
-    rows = rows_per_step or batch_size * num_ranks
+    rows = rows_per_step or batch_size * num_ranks  # of a step on all ranks
     global_batch_size = rows * accumulated
     steps_per_epoch = math.ceil(num_train / rows)
     updates_per_epoch = steps_per_epoch / accumulated

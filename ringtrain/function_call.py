@@ -253,11 +253,8 @@ class Shown:
 
 
 def _first_failure(call: Path, num_ranks: int, message: str) -> str:
-    """Failure of the rank that failed first, with its traceback; "" if the launcher knows more about it.
-
-    message: The launcher's, which names the rank. Clocks of hosts differ.
-    """
-    named = FIRST.match(message)
+    """Failure of the rank that failed first, with its traceback; "" if the launcher knows more about it."""
+    named = FIRST.match(message)  # by the launcher: clocks of hosts differ
     ranks = [int(named[1])] if named else []
     for rank in [*ranks, *range(num_ranks)]:
         with contextlib.suppress(OSError, *INVALID):

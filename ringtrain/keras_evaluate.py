@@ -137,16 +137,11 @@ def _on_parts(
     given: data.FitArguments,
     callbacks: Any,
     verbose: str | int,
-    method: str,
-    step: Callable[[Any], Any],
+    method: str,  # of Keras
+    step: Callable[[Any], Any],  # of the model, which builds it
     compute: Callable[..., Any],
 ) -> tuple[Any, evaluation.CallbacksOfRank]:
-    """Result of `compute` for this rank's part of the data, and the callbacks that it has called. Collective.
-
-    Args:
-        method: Of Keras that is called.
-        step: Of the model, which builds it.
-    """
+    """Result of `compute` for this rank's part of the data, and the callbacks that it has called. Collective."""
     if not hvd.is_initialized():
         keras_fit.start()
     with errors_named(f"ringtrain.{method}"), hvd.during("evaluate"):

@@ -230,11 +230,7 @@ class Group(Protocol):
 
 
 def add(group: Group, options: Iterable[Option], values: Any = None) -> None:
-    """Adds options to a parser, or to a group of it.
-
-    Args:
-        values: Values by name that the help shows as defaults; None: those of the fields.
-    """
+    """Adds options to a parser, or to a group of it. Help shows `values`, by name, as defaults, not the fields'."""
     for option in options:
         argument, default = option.argument, option.default
         if values is not None:
@@ -279,11 +275,8 @@ def _help_with_default(option: Option, default: Any) -> str:
 def before_program(
     words: Sequence[str], options: Mapping[str, Option], ends_at_unknown: bool = False
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """Divides a command line into its own options, and a program with the program's options.
-
-    The program begins after "--", or with the first word that belongs to no option; with `ends_at_unknown` also with
-    the first option that is unknown.
-    """
+    """Divides a command line into its own options, and a program with the program's options."""
+    # The program begins after "--", or with the first word that belongs to no option.
     by_flag = {flag: option for option in options.values() for flag in option.flags}
     index = 0
     while index < len(words) and words[index].startswith("-") and words[index] != "--":
@@ -311,10 +304,7 @@ def refuse_dashes(words: Sequence[str]) -> None:
 
 
 def read(options: type[T], values: Mapping[str, Any], **others: Any) -> T:
-    """Builds a dataclass from the options that were given, of which it may have only some, and other values.
-
-    Raises LaunchError for a value that is against its rule, and for two options of which only one may be given.
-    """
+    """Builds a dataclass from given options, of which it may have only some, and other values. Raises LaunchError."""
     given: dict[str, Any] = {}
     for name, option in options_of(options).items():
         if name not in values:

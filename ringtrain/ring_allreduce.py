@@ -13,10 +13,7 @@ from numpy.typing import NDArray
 
 
 def allreduce(values: NDArray[Any], comm: Any) -> NDArray[Any]:
-    """Sums arrays of the same shape and dtype over the ranks of an mpi4py communicator.
-
-    The result is equal on all ranks, bit for bit: each chunk is summed once, in ring order.
-    """
+    """Sums arrays of one shape and dtype over an mpi4py communicator, each chunk once: equal bits on all ranks."""
     rank, size = comm.Get_rank(), comm.Get_size()
     left, right = (rank - 1) % size, (rank + 1) % size
     total = np.array(values, order="C")  # also of one number

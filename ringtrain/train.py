@@ -205,15 +205,10 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
 
 
 def agree(run: Run) -> Mapping[str, Any]:
-    """Verifies that the ranks train the same, restores the run's state, and opens its folder. Collective.
-
-    Every rank takes part in every collective; code for rank 0 alone contains none.
-
-    Returns:
-        summary.json, if the run is complete and stays unchanged; else {}.
-    """
+    """Verifies that the ranks train the same, restores and opens the run; returns the summary of a complete one."""
     from ringtrain import hvd
 
+    # Every rank takes part in every collective; code for rank 0 alone contains none.
     # Each rank has a device of its own, and the code of rank 0.
     strategy, stages, source = run.strategy, run.stages, run.source
     run.rank, run.size = hvd.rank(), hvd.size()
