@@ -26,7 +26,7 @@ class Compression:
 
 
 def low_rank(shape: Sequence[int], rank: int, min_ratio: float = 2.0) -> tuple[int, int] | None:
-    """Rows and columns of a gradient that PowerSGD sends as factors; None: it is not `min_ratio` times as large as these."""
+    """Rows and columns of a gradient that PowerSGD sends as factors; None: it is not `min_ratio` times as large."""
     size = math.prod(shape)
     if len(shape) < 2 or not size:
         return None

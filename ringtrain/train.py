@@ -205,7 +205,7 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
 
 
 def agree(run: Run) -> Mapping[str, Any]:
-    """Verifies that the ranks train the same, restores and opens the run; returns the summary of a complete one."""
+    """Verifies that the ranks train the same, restores and opens the run; returns a complete one's summary, else {}."""
     from ringtrain import hvd
 
     # Every rank takes part in every collective; code for rank 0 alone contains none.

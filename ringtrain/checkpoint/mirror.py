@@ -120,7 +120,7 @@ class Mirror:
         return any(name != WRITER for name in names)
 
     def fetch(self, folder: Path) -> str:
-        """Copies what a run folder lacks, if a checkpoint here is newer than those there; returns its name, or ""."""
+        """Copies what a run folder lacks, if the newest checkpoint here is newer; returns its name, or ""."""
         return with_retries(lambda: self._fetch(folder), self.url, f"{self.url}: cannot be read")
 
     def _fetch(self, folder: Path) -> str:

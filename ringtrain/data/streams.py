@@ -36,7 +36,7 @@ class Stream(Split):
     """
 
     is_held_out = is_endless = is_cut = False
-    """whether these are validation data; whether all epochs are one iteration; whether the dataset is longer"""
+    """whether these are validation data; whether all epochs are one iteration; whether a longer dataset is cut"""
     why_rank_0 = why_whole = ""
     """why rank 0 reads for all, and why no rank makes its own rows alone, as phrases; "": it is not so"""
     division: division.Division | None = None

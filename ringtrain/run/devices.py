@@ -63,7 +63,7 @@ def plan(
     host: str,
     num_devices: int = 1,
 ) -> Pinning:
-    """Plans a rank's GPUs by its local rank, and its share of the host's cores; raises DeviceError for too few GPUs."""
+    """Plans a rank's GPUs by its local rank, and its share of the host's cores; DeviceError: too few GPUs."""
     share = max(1, host_cores // (local_size * num_devices))
     num_threads = options.threads or max(1, min(own_cores, share))
     if not gpus:

@@ -197,7 +197,7 @@ def evaluate_shard(
 
 @contextlib.contextmanager
 def _prepared(model: keras.Model, batches: Any, steps: int | None, is_prepared: bool) -> Iterator[dict[str, Any]]:
-    """Context of an evaluation, with arguments by which a model's own `evaluate` does not prepare its batches."""
+    """Context of an evaluation, with arguments by which a model's own `evaluate` does not prepare its batches again."""
     if not is_prepared or type(model).evaluate is keras.Model.evaluate:
         yield {}
         return
