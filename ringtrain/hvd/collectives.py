@@ -90,8 +90,8 @@ def size() -> int:
 
 
 def shutdown() -> None:
-    """Ends Horovod. `init` then raises LaunchError, except in an elastic run, whose ranks meet again."""
-    PROCESS.has_ended |= WITH_HOROVOD and horovod.is_initialized() and not elastic()
+    """Ends Horovod. `init` then raises LaunchError, except within `hvd.elastic.run`, whose ranks meet again."""
+    PROCESS.has_ended |= WITH_HOROVOD and horovod.is_initialized()
     horovod.shutdown()
 
 

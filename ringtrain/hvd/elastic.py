@@ -62,6 +62,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 except HostsUpdatedInterrupt:
                     pass
                 shutdown()
+                PROCESS.has_ended = False  # these ranks meet again
                 PROCESS.hang_up()
                 init()
                 state.on_reset()

@@ -68,7 +68,7 @@ def test_a_signal_to_one_rank_saves_one_step_on_all(
 def test_a_run_goes_on_on_another_number_of_ranks(whole: Path, tmp_path: Path) -> None:
     folder = cut_off(whole, tmp_path / "cut", 2 * STEPS_PER_EPOCH)
     other_batch = train(folder, np=1, code=2)
-    assert "global batch of 64, this run one of 32" in other_batch.stderr
+    assert "was made with global batch (batch_size x ranks) 64, this run has 32" in other_batch.stderr
     train(folder, "--train.batch-size", 64, np=1)
     assert summary(folder)["global_step"] == STEPS
     assert abs(summary(folder)["test_accuracy"] - summary(whole)["test_accuracy"]) < 0.05
