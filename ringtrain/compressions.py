@@ -19,10 +19,6 @@ class Compression:
     """of a float32 gradient's shape and the number in the name (0: none): bytes that a rank reduces"""
     has_number: bool = False
     """whether a number follows the name: powersgd:4"""
-    is_cast: bool = True
-    """whether it casts each number, which Horovod's allreduce does itself; else all gradients are reduced by our own"""
-    keeps_errors: bool = False
-    """whether a step leaves something for the next one, so that no step may be skipped and no rank lost"""
 
 
 def low_rank(shape: Sequence[int], rank: int, min_ratio: float = 2.0) -> tuple[int, int] | None:
@@ -47,13 +43,8 @@ def _low_rank_bytes(shape: Sequence[int], rank: int) -> float:
 COMPRESSIONS = {
     "none": Compression(lambda shape, _: 4 * math.prod(shape)),
     "fp16": Compression(lambda shape, _: 2 * math.prod(shape)),
-    "bf16": Compression(lambda shape, _: 2 * math.prod(shape), is_cast=False),
-    "powersgd": Compression(
-        _low_rank_bytes,
-        has_number=True,
-        is_cast=False,
-        keeps_errors=True,
-    ),
+    "bf16": Compression(lambda shape, _: 2 * math.prod(shape)),
+    "powersgd": Compression(_low_rank_bytes, has_number=True),
 }
 
 PATTERN = "|".join(f"{name}:[1-9][0-9]*" if kind.has_number else name for name, kind in COMPRESSIONS.items())

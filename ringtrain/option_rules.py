@@ -29,7 +29,6 @@ FINITE_OR_UNSET = Rule("0 or more, or -1", lambda value: value == -1 or 0 <= val
 ABOVE_0 = Rule("a number above 0", lambda value: 0 < value < math.inf, {"exclusiveMinimum": 0})
 SHARE = Rule("0 to 1", lambda value: 0 <= value <= 1, {"minimum": 0, "maximum": 1})
 BELOW_1 = Rule("0 up to 1, 1 excluded", lambda value: 0 <= value < 1, {"minimum": 0, "exclusiveMaximum": 1})
-WITHIN_0_AND_1 = Rule("above 0, below 1", lambda value: 0 < value < 1, {"exclusiveMinimum": 0, "exclusiveMaximum": 1})
 FACTOR_OR_0 = Rule(
     "0, or a number above 1", lambda value: value == 0 or 1 < value < math.inf, _or(0, exclusiveMinimum=1)
 )

@@ -172,11 +172,6 @@ def build(config: Config, numbers: Numbers, model: keras.Model) -> keras.optimiz
     return optimizer
 
 
-def set_rate(optimizer: keras.optimizers.Optimizer, rate: float) -> None:
-    """Sets the learning rate of an optimizer whose rate is a number, also inside Keras' LossScaleOptimizer."""
-    getattr(optimizer, "inner_optimizer", optimizer).learning_rate = rate
-
-
 def with_rate(optimizer: keras.optimizers.Optimizer) -> Any:
     """Returns the optimizer with a learning rate: that in a LossScaleOptimizer, the first of a MultiOptimizer."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)

@@ -43,8 +43,6 @@ class StepResult(NamedTuple):
 class Sums(Protocol):
     """How the parts of all ranks are added up."""
 
-    is_one_part: bool  # whether each rank has one part, so that a step of the model's own can update by itself
-
     def numbers(self, step: Step) -> Sequence[Any]:
         """Numbers of the parts that this rank's rows consist of; each has random numbers of its own."""
 
@@ -64,8 +62,6 @@ class Sums(Protocol):
 
 class SumsOverRanks:
     """Sums by allreduce, of one part per rank, for any number of ranks: it may change between two steps."""
-
-    is_one_part = True
 
     def numbers(self, step: Step) -> Sequence[Any]:
         return [tf.cast(hvd.rank_op(), tf.int64)]

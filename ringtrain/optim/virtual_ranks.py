@@ -132,8 +132,6 @@ def check_order(model: keras.Model, num: int) -> None:
 class SumsOverVirtualRanks:
     """Sums over `num` virtual ranks, a power of two, in the order of the tree; at least as many as ranks."""
 
-    is_one_part = False
-
     def __init__(self, num: int) -> None:
         self.num = num
         self._divisors: list[Any] = []
