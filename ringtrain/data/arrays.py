@@ -267,7 +267,7 @@ class RowBatches:
         import tensorflow as tf
 
         # Epochs that one iterator serves, if each is read to its end: making one takes as long as several small steps.
-        # Of rows in files, which are read in groups, each epoch has its own.
+        # Of rows in files, each epoch has its own.
         self._num_epochs = num_epochs if samples.is_in_memory else 0
         self._iterator: Any = None
         self._next_step = -1
