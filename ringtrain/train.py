@@ -290,16 +290,8 @@ def _open_journal(run: Run, opening: Opening) -> None:
 
 def fit(run: Run) -> None:
     """Trains to the end of the run, or until all ranks stop after the same step. Every rank makes the same steps."""
-    from ringtrain.run import loop
-
-    with training(run):
-        loop.train(run)
-
-
-@contextlib.contextmanager
-def training(run: Run) -> Iterator[None]:
-    """Context in which a run trains with `run.callbacks`, inside of that of its signals. Collective."""
     from ringtrain import hvd
+    from ringtrain.run import loop
     from ringtrain.run.callbacks import Callbacks
 
     run.started = time.time()
@@ -309,7 +301,7 @@ def training(run: Run) -> Iterator[None]:
         run.callbacks = Callbacks(run)
         # Also after a failure: before this process or another rank saves the same step.
         stack.callback(run.callbacks.saver.wait)
-        yield
+        loop.train(run)
         # Only now, as all is saved: a run that was stopped resumes with each rank's own statistics.
         hvd.average_moving_statistics(run.job.model)
 

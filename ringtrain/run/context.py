@@ -189,7 +189,7 @@ class Run:
     monitor: Monitor | None = None
     step_timer: StepTimer | None = None
 
-    # ---- from `training`
+    # ---- from `fit`
     callbacks: Callbacks = field(init=False)
     started: float = 0.0
     """Unix time at which training began"""
