@@ -129,7 +129,7 @@ def test_the_regression_from_a_table_on_two_ranks_and_on_one(tmp_path: Path) -> 
             np_, [*trainer, *options], 600, cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}"}, warm=True
         )
         assert ended.returncode == 0, ended.stdout + ended.stderr
-        assert "taxi:rides (arrays): 800 to train, 200 to test" in ended.stdout
+        assert "taxi:rides (arrays): 800 to train, 200 to evaluate" in ended.stdout
     both = [json.loads((tmp_path / f"runs/on-{one}/summary.json").read_text()) for one in (2, 0)]
     assert [one["num_ranks"] for one in both] == [2, 1] and both[0]["numbers"]["steps_per_epoch"] == 13
     assert {"test_mae", "test_r2_score", "test_loss"} <= both[0]["metrics"].keys()
