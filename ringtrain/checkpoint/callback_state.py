@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ringtrain import hvd
 from ringtrain.checkpoint.model_state import Arrays
-from ringtrain.hvd.keras_patches import slots_of
+from ringtrain.hvd.keras_patches import layers_of, slots_of
 
 NO_STATE = {"_model", "params", "min_delta", "monitor_op", "writer", "csv_file", "progbar"}
 NO_STATE |= {"_writers", "_log_write_dir", "_train_dir", "_val_dir", "_summary_module", "_batch_trace_context"}
@@ -92,6 +92,7 @@ class Snapshot:
         self._arrays: list[tuple[Any, NDArray[Any]]] = []
         for variable in (*model.variables, *slots_of(model)):
             self._arrays += [(copy, copy.numpy()) for copy in hvd.copies_of(variable)]
+        self._trainable = [(layer, layer.trainable) for layer in layers_of(model)]  # outer layers first
         self._callbacks, self._state = callbacks, state_of(callbacks, model)
         self._attributes = [dict(vars(callback)) for callback in callbacks]
 
@@ -107,6 +108,9 @@ class Snapshot:
         for variable, array in self._arrays:
             if not np.array_equal(variable.numpy(), array):
                 variable.assign(array)
+        for layer, trainable in self._trainable:
+            if layer.trainable != trainable:
+                layer.trainable = trainable
         restore_callbacks(self._callbacks, self._state)
 
 
