@@ -57,7 +57,7 @@ def sections() -> dict[str, str]:
 
 
 def asks_for_help(words: Sequence[str]) -> bool:
-    """Whether a command line of the trainer asks for help instead of training."""
+    """Returns whether a command line of the trainer asks for help instead of training."""
     return not {"-h", "--help"}.isdisjoint(words)
 
 

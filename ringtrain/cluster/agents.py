@@ -96,7 +96,7 @@ class HostAgent:
             os.write(self.process.stdin.fileno(), f"{order}\n".encode())  # type: ignore[union-attr]
 
     def may_connect_later(self) -> bool:
-        """Whether sshd closed the connection before authentication, as beyond its MaxStartups: another try may help."""
+        """Returns whether sshd closed the connection before authentication, as beyond MaxStartups: so try again."""
         lines = [line for line in self.lines if line]
         # A message before that line is a reason for which the next connection would be refused, too.
         turned_away = any(map(TURNED_AWAY.search, lines)) or bool(lines and CLOSED.match(lines[0]))

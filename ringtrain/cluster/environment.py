@@ -43,12 +43,12 @@ class Setting:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable's name marks its value as secret."""
+    """Returns whether a variable's name marks its value as secret."""
     return name not in NOT_SECRET and SECRET.search(name) is not None
 
 
 def is_private(name: str, job: Job) -> bool:
-    """Whether a value must not be written to a file: it is secret by its name, or forwarded by --forward alone."""
+    """Returns whether a value stays out of files: it is secret by its name, or forwarded by --forward alone."""
     return is_secret(name) or (name in job.forward and not USUAL.fullmatch(name))
 
 

@@ -334,7 +334,7 @@ def here(hosts: Iterable[str], timeout_s: float = LOOK_UP_S) -> frozenset[str]:
 
 
 def is_here(host: str) -> bool:
-    """Whether a name means this machine: one of its addresses, or its own name."""
+    """Returns whether a name means this machine: one of its addresses, or its own name."""
     if host in ("localhost", socket.gethostname(), socket.gethostname().partition(".")[0]):
         return True
     try:

@@ -290,7 +290,7 @@ def divide(word: str, where: str) -> tuple[str, str | None]:
 
 
 def is_name(text: str) -> bool:
-    """Whether a text is a host name or address that is safe to pass to a shell, ssh or a launcher."""
+    """Returns whether a text is a host name or address that is safe to pass to a shell, ssh or a launcher."""
     if ":" not in text:
         return NAME.fullmatch(text) is not None
     try:
@@ -301,7 +301,7 @@ def is_name(text: str) -> bool:
 
 
 def has_domain(name: str) -> bool:
-    """Whether a host's name has more parts than one, such as node1.cluster.example, and is no address."""
+    """Returns whether a host's name has more parts than one, such as node1.cluster.example, and is no address."""
     return "." in name and ":" not in name and not IPV4.fullmatch(name)
 
 

@@ -70,7 +70,7 @@ class Output:
         self._line_is_open = not raw.endswith(b"\n")
 
     def _is_deferred(self, rank: int) -> bool:
-        """Whether a rank's lines are not shown: it has reported a failure, and is not the first with a traceback."""
+        """Returns whether a rank's lines are held back: it has failed, and is not the first with a traceback."""
         failure = self.reports.failures.get(rank)
         if failure is None or not self.defers_failures:
             return False

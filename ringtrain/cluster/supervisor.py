@@ -255,7 +255,7 @@ class Supervisor:
             agent.send(f"signal {number} {' '.join(by_host[agent.host])}")
 
     def _nothing_catches(self) -> bool:
-        """Whether a signal was sent, and all hosts have answered that none of their ranks catches it: none can save."""
+        """Returns whether all hosts have answered that no rank catches the signal that was sent: none can save."""
         answers = [agent.num_signaled for agent in self._told if not agent.has_exited]
         return bool(answers) and not any(answers)
 

@@ -51,7 +51,7 @@ def transfers(options: LaunchOptions, hosts: Iterable[Host]) -> list[Transfer]:
 
 
 def project_rules(folder: Path, prefix: Path, home: str) -> tuple[str, ...]:
-    """What of the folder in which ringtrain was called is not sent. Raises LaunchError for the home and those above."""
+    """Returns what is not sent of the working directory. Raises LaunchError for the home and those above it."""
     if folder in (Path(home), *Path(home).parents):
         raise LaunchError(
             f"got --sync in {folder}, which holds more than a project: call it in the project's own folder"

@@ -94,7 +94,7 @@ class Outcome:
         return {name: kinds[int(name)] for name in self.state}
 
     def is_narrow(self) -> bool:
-        """Whether a part of its state has less than 64 bits."""
+        """Returns whether a part of its state has less than 64 bits."""
         return any(array.dtype.kind == "f" and array.dtype.itemsize < 8 for array in self.state.values())
 
     def metrics(self) -> list[dict[str, Any]]:

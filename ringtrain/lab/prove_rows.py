@@ -55,7 +55,7 @@ class Rows(keras.callbacks.Callback):
         return recorded
 
     def _has_share(self) -> tf.Tensor:
-        """Whether the rows count: a rank without rows in a batch trains one of another rank with the weight 0."""
+        """Returns whether rows count: a rank without any in a batch trains one of another rank with the weight 0."""
         for optimizer in hvd.optimizers_of(self.model):
             reduction = reduction_of(optimizer)
             if reduction is not None and reduction.share is not None:
@@ -73,7 +73,7 @@ class Rows(keras.callbacks.Callback):
 
 
 def _has_rows(leaf: Any) -> bool:
-    """Whether a leaf of a batch is an array with rows; a ragged or sparse tensor depends on the whole batch."""
+    """Returns whether a leaf of a batch is an array with rows; a ragged or sparse tensor depends on the whole batch."""
     return isinstance(leaf, tf.Tensor) and bool(leaf.shape.rank)
 
 

@@ -275,7 +275,7 @@ class Stalls:
         return [row.rank for row in blocking_ranks(rows)]
 
     def has_lost_rank_0(self, rows: Sequence[Row], rank: int) -> bool:
-        """Whether this rank ends the job because rank 0, the first row, sends no heartbeat; its own row follows."""
+        """Returns whether this rank ends the job: rank 0, the first row, sends no heartbeat; its own row follows."""
         # Rank 1 reports for all. Without it, each rank reports.
         delay_s = REPORT_FIRST_S if rank > 1 else 0.0
         return rows[0].is_silent and idle_s(rows) > limit_s(rows, self.timeout_s) + delay_s

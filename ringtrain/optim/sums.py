@@ -41,7 +41,7 @@ class StepResult(NamedTuple):
 
 
 class Sums(Protocol):
-    """How the parts of all ranks are added up."""
+    """Sums over the parts of all ranks."""
 
     def numbers(self, step: Step) -> Sequence[Any]:
         """Numbers of the parts that this rank's rows consist of; each has random numbers of its own."""

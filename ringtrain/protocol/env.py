@@ -64,7 +64,7 @@ def mark_rank(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def has_left_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process was started by a rank, and so is none."""
+    """Returns whether this process was started by a rank, and so is none."""
     return environ.get(RANK_PROCESS, str(os.getpid())) != str(os.getpid())
 
 

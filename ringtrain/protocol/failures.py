@@ -147,7 +147,7 @@ def _write(lines: Sequence[str], times: int = 2) -> None:
 
 
 def ended_well() -> bool:
-    """Whether this process has reported no failure and left no exception uncaught so far."""
+    """Returns whether this process has reported no failure and left no exception uncaught so far."""
     return not _failures and getattr(sys, "last_value", None) is None
 
 

@@ -74,7 +74,7 @@ class Progress:
         self.last_line_s = time.monotonic()
 
     def is_due(self) -> bool:
-        """Whether the last line was printed at least SECONDS_BETWEEN_LINES ago."""
+        """Returns whether the last line was printed at least SECONDS_BETWEEN_LINES ago."""
         return time.monotonic() - self.last_line_s >= SECONDS_BETWEEN_LINES
 
     def step(self, global_step: int, epoch: int, figures: str) -> None:

@@ -174,7 +174,7 @@ class Clock(keras.callbacks.Callback):
         """Keeps the state before the end of an epoch or of training, if ranks change: not here."""
 
     def passed(self, every: int) -> bool:
-        """Whether the last call of a step has reached a multiple of `every`."""
+        """Returns whether the last call of a step has reached a multiple of `every`."""
         return self.global_step // every > self.before // every
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

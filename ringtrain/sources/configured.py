@@ -74,7 +74,7 @@ class ConfiguredSource(FromCheckpoint):
         keras.utils.clear_session()
         model, plan = setup.compiled_model(named, data_set, config, numbers, strategy)
         given = dataclasses.replace(given, epochs=config.train.epochs, callbacks=together(named.make_callbacks))
-        job = job_of(run, model, given, data_set, rows, "test_", lambda *_: numbers)
+        job = together(lambda: job_of(run, model, given, data_set, rows, "test_", lambda *_: numbers))
         if isinstance(train, data.Stream):
             batch = f"{rows:,}" if rows > 1 else "unknown"
             plan["global batch"] = f"{batch}: a batch of the {train.kind}, on all ranks: train.batch_size has no effect"

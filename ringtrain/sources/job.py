@@ -103,7 +103,7 @@ def _plan_of_stream(train: data.Stream) -> dict[str, str]:
 
 
 def _checksums(run: Run, model: keras.Model, data_set: data.DataSet) -> tuple[dict[str, str], set[str]]:
-    """What all ranks must have in common; names of that part which all runs of one name have in common."""
+    """Returns what all ranks have in common by name, and the names of that part which all runs of one name share."""
     # Data. The first batch of a stream to validate need not be the same in every start.
     train, test = data_set.train, data_set.test
     checksums = consistency.of_data(data_set)

@@ -69,7 +69,7 @@ def disk(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shared(wanted: Mapping[str, Any]) -> bool | None:
-    """Whether the run directory has the file that doctor has written there; None: it could not write one."""
+    """Returns whether the run directory has the file that doctor has written there; None: it could not write one."""
     if not wanted["marker"]:
         return None
     return os.path.exists(wanted["marker"])

@@ -38,7 +38,7 @@ TCP_PIECES, TCP_PIECE_BYTES = "btl_tcp_rdma_pipeline_frag_size", 262144
 
 
 def is_of_wheel(path: str, prefix: Path = Path(sys.prefix)) -> bool:
-    """Whether the first mpirun of `path` is the Open MPI of PyPI's wheel in this environment."""
+    """Returns whether the first mpirun of `path` is the Open MPI of PyPI's wheel in this environment."""
     settings, daemon = prefix / "etc" / PARAMETERS, prefix / "bin" / "orted"
     is_first = shutil.which("mpirun", path=path) == str(prefix / "bin" / "mpirun")
     return is_first and settings.exists() and daemon.exists()

@@ -144,7 +144,7 @@ class Whole:
 
 
 def is_part(layer: keras.Layer) -> bool:
-    """Whether a layer is a part of a divided one."""
+    """Returns whether a layer is a part of a divided one."""
     return PART.search(f"{layer.name}/") is not None
 
 
