@@ -141,7 +141,11 @@ def job(seed: int, given: Mapping[str, int | str] | None = None, is_whole: bool 
     script = head + "\n".join(["", *lines, TAIL])
     # TensorFlow refuses a file of a cache that a process which has ended left unfinished.
     reads_ahead = _is_endless_and_shuffled(draw) and draw.words["second fit"] == "True"
-    is_resumable = ".cache('" not in script and not reads_ahead
+    # A callback's train_on_batch is traced with the layers that are frozen then, which a resumed process does not know.
+    callbacks = " ".join(draw.words[f"callback {number}"] for number in range(3))
+    traces_later = "train_on_batch" in callbacks and any(word in callbacks for word in OF_FREEZING)
+    traces_later &= draw.words.get("eager") != "True"
+    is_resumable = ".cache('" not in script and not reads_ahead and not traces_later
     return Job(seed, dict(draw.taken), dict(draw.words), script, tuple(draw.reasons), is_resumable)
 
 
