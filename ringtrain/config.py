@@ -32,8 +32,6 @@ class RunConfig:
     resume: Literal["auto", "must", "never"] = "auto"
     """auto: resume from the newest checkpoint in this run's folder, if any; must: fail without one; never: refuse a
     folder that holds a run"""
-    init_from: str = ""
-    """checkpoint, run or .keras file from which only the initial weights are loaded"""
     mirror: str = ""
     """folder or URL (s3://bucket/runs) to which the run is copied during training, and from which it goes on on another
     host; needs run.name"""

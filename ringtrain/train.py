@@ -76,8 +76,7 @@ def _of_command(config: Config) -> Config:
     if from_command.folder:
         if config.run.resume != "auto":
             raise ConfigError(
-                f"run.resume: got {config.run.resume} under {from_command.by}, whose runs go on by themselves: leave it"
-                " out; run.init_from gives weights"
+                f"run.resume: got {config.run.resume} under {from_command.by}, whose runs resume: leave it out"
             )
         values |= {"run.directory": from_command.folder, "run.name": RUN, "run.mirror": ""}
     return with_values(config, values)

@@ -20,13 +20,9 @@ from ringtrain.hvd.keras_patches import layers_of, path_of, slots_of
 Arrays = dict[str, NDArray[Any]]
 
 
-def require_same_model(source: checkpoint.Checkpoint, model: keras.Model, weights_only: bool = False) -> None:
-    saved = source.manifest["variables"]
-    if weights_only:
-        local = shapes_of(model.weights)
-        saved = saved[: len(local)]
-    else:
-        local = shapes_of(shared_variables(model))
+def require_same_model(source: checkpoint.Checkpoint, model: keras.Model) -> None:
+    """Raises CheckpointError unless a checkpoint has the variables of a model."""
+    saved, local = source.manifest["variables"], shapes_of(shared_variables(model))
     for (name, *kind), (other_name, *saved_kind) in zip(local, saved, strict=False):
         if kind != saved_kind:
             raise CheckpointError(

@@ -192,14 +192,15 @@ def predict(run: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Labels [n] and predicted probabilities [n, classes] of a run's test samples."""
     import keras
 
-    from ringtrain.run import resume, setup
+    from ringtrain.run import setup
 
     config = config_io.read_toml(run / "config.toml")
-    named = setup.find(config)
-    data_set = named.read_data()
-    keras.config.set_dtype_policy(config.train.precision)
-    model = named.build_model(data_set.input_shape, data_set.num_classes)
-    resume.load_weights(model, run / "model.keras")
+    data_set = setup.find(config).read_data()
+    path = run / "model.keras"
+    try:
+        model = keras.models.load_model(path, compile=False)
+    except Exception as error:  # also from the model's own code
+        raise LaunchError(f"{path}: cannot be read as a Keras model: {' '.join(str(error).split())[:300]}") from error
     samples = data.evaluation_shard(len(data_set.test), 0, 1)
     labels, probabilities = [], []
     for inputs, own in data.evaluation_batches(data_set.test, samples, config.train.batch_size):

@@ -137,10 +137,7 @@ def show_start(run: Run) -> None:
     for reason in start.refused:
         terminal.print(f"{'skipped':<14} {reason}")
     if start.source:
-        unused = ""
-        if run.config.run.init_from:
-            unused = " (run.init_from has no effect)"
-        _show_rows(terminal, {"resumes": f"after step {start.global_step:,}, from {start.source}{unused}"})
+        _show_rows(terminal, {"resumes": f"after step {start.global_step:,}, from {start.source}"})
 
 
 def show_complete(terminal: Terminal, folder: Path, summary: Mapping[str, Any]) -> None:

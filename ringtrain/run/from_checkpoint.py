@@ -90,12 +90,8 @@ def _restore(run: Run) -> tuple[Start, Mapping[str, Any]]:
         hvd.on_rank_0(lambda: _look_for_lost_checkpoints(run.lock.folder, numbers.num_steps))
     start = _at_initial_epoch(start, numbers)
     job.numbers = dataclasses.replace(job.numbers, initial_epoch=start.initial_epoch)  # as checkpoints keep it
-    # A run that is complete stays as it is. One that has nothing saved may begin from other weights.
+    # A run that is complete stays as it is.
     summary = complete_summary(run, start, start.global_step >= numbers.num_steps)
-    if not summary and config.run.init_from and not start.source:
-        source = Path(config.run.init_from)
-        hvd.on_rank_0(lambda: resume.load_weights(job.model, source))
-        hvd.broadcast_model(job.model, root_rank=0)
     return _with_frozen_layers(job, start, is_complete=bool(summary)), summary
 
 

@@ -280,14 +280,7 @@ def callbacks_of(folder: Path) -> callback_state.State:
 def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None, Start]:
     if folder is None:
         return None, Start()
-    newest: checkpoint.Checkpoint | None
-    refused: list[str] = []
-    if (folder / checkpoint.MANIFEST).exists():
-        newest = checkpoint.verify(folder)
-    else:
-        inner = folder / "checkpoints"
-        parent = inner if inner.is_dir() else folder
-        newest, refused = checkpoint.newest(parent)
+    newest, refused = checkpoint.newest(folder / "checkpoints")
     if newest is None and refused:
         raise CheckpointError(f"{folder}: no checkpoint verifies; {'; '.join(refused)}")
     if newest is None and must:
@@ -309,27 +302,6 @@ def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None
         of_callbacks = {name: arrays[name] for name in arrays if name.startswith(callback_state.PREFIX)}
         start = dataclasses.replace(start, callbacks=(states, of_callbacks))
     return newest, start
-
-
-def load_weights(model: keras.Model, source: Path) -> None:
-    """Loads the weights of a checkpoint or `.keras` file into the model, without optimizer, step or seeds."""
-    if source.suffix == ".keras":
-        try:
-            weights = keras.models.load_model(source, compile=False).get_weights()
-        except Exception as error:  # also from the model's own code
-            raise CheckpointError(
-                f"{source}: cannot be read as a Keras model: {' '.join(str(error).split())[:300]}"
-            ) from error
-        variables = hvd.whole_variables(model.weights)
-        if [w.shape for w in weights] != [tuple(v.shape) for v in variables]:
-            raise CheckpointError(f"{source}: has weights of other shapes: use a model of the same architecture")
-        for variable, weight in zip(variables, weights, strict=True):
-            variable.assign(weight)
-        return
-    newest, _ = _find(source, must=True)
-    if newest is not None:
-        model_state.require_same_model(newest, model, weights_only=True)
-        model_state.assign(hvd.whole_variables(model.weights), newest.arrays("state"))
 
 
 def restore_result(model: keras.Model, folder: Path, summary: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 from pathlib import Path
@@ -105,12 +104,3 @@ def test_a_run_goes_on_for_longer_unless_its_learning_rate_would_have_been_anoth
         longer = train(tmp_path / schedule, *small, *rule, "--train.epochs", 3, np=0, code=code)
         assert ("was made with train.epochs 2, this run has 3" in longer.stderr) is (code == 2)
         assert summary(tmp_path / schedule)["global_step"] == (3 - code // 2) * STEPS_PER_EPOCH
-
-
-def test_weights_alone_are_taken_over(whole: Path, tmp_path: Path) -> None:
-    for source in (whole / "run", whole / "run" / "model.keras"):
-        name = f"from-{source.name}"
-        train(tmp_path, "--run.init-from", source, "--run.name", name, "--train.epochs", 1)
-        first = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
-        assert first["test_accuracy"] > records(whole)[0]["test_accuracy"]
-        assert first["global_step"] == STEPS_PER_EPOCH
