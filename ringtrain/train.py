@@ -32,7 +32,7 @@ from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.for_script import RUN, ForScript
 from ringtrain.protocol.launchers import launched_rank
-from ringtrain.run import consistency, console, devices, from_checkpoint, log_capture, step_monitor
+from ringtrain.run import consistency, console, devices, log_capture, run_files, step_monitor
 from ringtrain.run.context import Job, Opening, Run, Source
 from ringtrain.sources.configured import ConfiguredSource
 from ringtrain.strategies.parameter_server import cluster, worker
@@ -248,7 +248,7 @@ def agree(run: Run) -> Mapping[str, Any]:
     opening = source.open_folder(run)
     run.folder, run.clock = opening.folder, strategy.clock(run)
     if opening.log:
-        from_checkpoint.open_log(run, opening.folder / "logs" / opening.log)
+        run_files.open_log(run, opening.folder / "logs" / opening.log)
     # The plan, with every number that follows from the options; with other ranks the run goes on without it.
     run.terminal = console.terminal_of(run)
     if opening.is_first:

@@ -21,7 +21,7 @@ from ringtrain.hvd.train_step import TrainStep, wrap
 from ringtrain.monitor.diagnosis import WINDOW_STEPS, Times
 
 if TYPE_CHECKING:
-    from ringtrain.run.resume import Clock
+    from ringtrain.run.clock import Clock
 
 MOMENTS = ("input", "computed", "reduced")
 GRAPH = "step"

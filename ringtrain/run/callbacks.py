@@ -26,11 +26,7 @@ class Callbacks:
         self.evaluation = evaluation.Evaluation(run)
         self.in_sync = hvd.callbacks.CheckInSyncCallback(run.config.train.check_every_steps)
         self.stop = stopping.StopTogether(run)
-        self.saver = saver.Saver(
-            run,
-            while_saving=faults.while_saving,
-            is_ended=lambda: self.stop.is_ended,
-        )
+        self.saver = saver.Saver(run, faults.while_saving)
         self.recorder = note_rate = None
         if run.rank == 0:
             self.recorder = recorder = tracking.Recorder(run)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from ringtrain.monitor.fault_injection import Fault
     from ringtrain.monitor.heartbeat import Monitor
     from ringtrain.run.callbacks import Callbacks
+    from ringtrain.run.clock import Clock, Start
     from ringtrain.run.console import Terminal
     from ringtrain.run.devices import Pinning
-    from ringtrain.run.resume import Clock, Start
     from ringtrain.run.stopping import Signals
     from ringtrain.strategies.base import Strategy
 

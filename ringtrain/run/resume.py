@@ -1,4 +1,4 @@
-"""Resumes a run: finds the checkpoint, compares its options, and restores it on all ranks together.
+"""Resumes a run: finds the newest checkpoint, compares what it has in common with the run, and restores its state.
 
 The position in the run follows from the global step.
 """
@@ -7,77 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
-from numpy.typing import NDArray
 
 from ringtrain import hvd
 from ringtrain.checkpoint import callback_state, checkpoint, model_state, run_folder
-from ringtrain.checkpoint.model_state import Arrays
 from ringtrain.config import Config
 from ringtrain.derived import Numbers
-from ringtrain.errors import CheckpointError, ConfigError
-from ringtrain.monitor.journal import Journal
+from ringtrain.errors import CheckpointError, ConfigError, RunDirectoryError
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.protocol.status import StatusLine
-from ringtrain.run import evaluation, identity
+from ringtrain.run import console, identity
+from ringtrain.run.clock import Start
 
-
-@dataclass(frozen=True)
-class Ending:
-    """Why training is about to end."""
-
-    stopped_by: str = ""
-    """Reason on which the ranks have agreed."""
-    requested: str = ""
-    """Reason that a rank has given, and on which they agree next."""
-    is_ended: bool = False
-    """Whether a callback has asked for the end."""
-    is_closed: bool = False
-    """Whether nothing is saved any more, since the loss is not finite."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """Position at which a run starts or resumes."""
-
-    global_step: int = 0
-    source: str = ""
-    """Checkpoint folder; "": start from scratch."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the last complete epoch."""
-    step_logs: Mapping[str, Any] = field(default_factory=dict)
-    """Logs of the last step, if the end of its epoch is to be made up for."""
-    is_open: bool = False
-    """Whether the end of an epoch is to be made up for: a change of ranks has interrupted it."""
-    begun_epoch: int = -1
-    """The epoch for which callbacks have seen `on_epoch_begin`, if ranks have changed since."""
-    callbacks: callback_state.State = field(default_factory=lambda: ([], {}))
-    """State of the callbacks of a script or of train.callbacks."""
-    is_ended: bool = False
-    """Whether a callback had asked for the end when the checkpoint was saved."""
-    ending: Ending = Ending()
-    """Of the ranks that trained before a change of ranks."""
-    metrics_state: tuple[NDArray[Any], ...] = ()
-    """Metric sums of this rank, if in the middle of an epoch."""
-    refused: tuple[str, ...] = ()
-    """Why newer checkpoints were skipped."""
-    initial_epoch: int = 0
-    """Epoch in which the run has begun, in whichever attempt."""
-    frozen: Sequence[int] | None = None
-    """`model_state.frozen_layers` when the checkpoint was saved; None: not known."""
-    frozen_as_compiled: Sequence[int] | None = None
-    """The same when that training began, in whichever attempt."""
-
-    @property
-    def is_later(self) -> bool:
-        """Whether training has begun before: in another process, or on other ranks."""
-        return bool(self.source or (self.global_step and not self.initial_epoch))
+if TYPE_CHECKING:
+    from ringtrain.run.context import Job, Run
 
 
 def started_again(config: Config, attempt: Attempt) -> Config:
@@ -108,200 +55,139 @@ def same_global_batch(config: Config, attempt: Attempt, size: int) -> Config:
     return dataclasses.replace(config, train=train, optimizer=optimizer)
 
 
-def source_of(config: Config) -> tuple[Path | None, bool]:
-    """Returns the folder to resume from (None: start from scratch), and whether it must hold a checkpoint."""
-    resume = config.run.resume
-    if resume == "must" and not config.run.name:
+def restore(run: Run) -> tuple[Start, Mapping[str, Any]]:
+    """Restores the newest checkpoint, if there is one; returns the start, and summary.json of a complete run."""
+    config, job, numbers = run.config, run.job, run.job.numbers
+    common = identity.in_common(config, numbers, job.checksums, job.of_name)
+
+    # From rank 0's disk: the ranks need no common one.
+    def find() -> tuple[checkpoint.Checkpoint | None, Start]:
+        if hvd.rank():
+            return None, Start()
+        newest, start = _find(config)
+        if newest is not None:
+            identity.require_same(newest, common, config, numbers)
+        elif config.run.resume != "never":  # with that, an existing folder is refused later
+            _look_for_lost_checkpoints(run.lock.folder, numbers.num_steps)
+        return newest, start
+
+    newest, start = hvd.run_together(find)
+    start = hvd.broadcast_object(start, 0, name="ringtrain_start")
+    metrics_state = model_state.restore(job.model, newest, config.seed)
+    start = _at_initial_epoch(dataclasses.replace(start, metrics_state=metrics_state), numbers)
+    job.numbers = dataclasses.replace(numbers, initial_epoch=start.initial_epoch)  # as checkpoints keep it
+    summary = complete_summary(run, start, start.global_step >= numbers.num_steps)
+    if summary:  # a script may go on with the same data
+        num_epochs, num_steps = divmod(start.global_step, numbers.steps_per_epoch)
+        job.pass_over(start.initial_epoch, num_epochs + bool(num_steps), was_stopped=num_steps > 0)
+    return _with_frozen_layers(job, start, is_complete=bool(summary)), summary
+
+
+def _find(config: Config) -> tuple[checkpoint.Checkpoint | None, Start]:
+    """Returns the newest valid checkpoint of a run and the position in it; without one, None and the beginning."""
+    if config.run.resume == "must" and not config.run.name:
         raise ConfigError("resume: got must, which needs the name of the run to resume: give --run.name as well")
-    if resume == "never" or not config.run.name:
-        return None, False
-    return Path(config.run.directory) / config.run.name, resume == "must"
-
-
-class Clock(keras.callbacks.Callback):
-    """Counts the steps of a run. It must be the first callback, since the others read it."""
-
-    is_open = False
-
-    def __init__(
-        self, start: Start, steps_per_epoch: int, status: StatusLine, journal: Journal, steps_per_call: int = 1
-    ) -> None:
-        super().__init__()
-        self.steps_per_call = steps_per_call
-        self.status = status
-        self.journal = journal
-        self.begun = False
-        status.put(start.global_step, "")
-        self.global_step = self.before = start.global_step
-        self.steps_per_epoch = steps_per_epoch
-        self.metrics_state = start.metrics_state
-        self.step_logs = start.step_logs
-        self.results: dict[str, Any] = {}
-        """of the metrics after the first step of a resumed epoch, before the sums of earlier steps are added"""
-        self.begun_epoch = start.begun_epoch
-
-    @property
-    def where(self) -> dict[str, Any]:
-        """Position of the run, for the journal's last event."""
-        return {"global_step": self.global_step}
-
-    @property
-    def epoch(self) -> int:
-        """Number of the epoch under way or, between two, of the next one."""
-        return self.global_step // self.steps_per_epoch
-
-    @property
-    def steps_left(self) -> int:
-        """Number of steps that are left of the epoch under way or, between two, of the next one."""
-        return self.steps_per_epoch - self.global_step % self.steps_per_epoch
-
-    def begin_epoch(self) -> tuple[int, range]:
-        """Begins an epoch, or goes on with it; returns its number and those of the steps that are left of it."""
-        return self.epoch, range(self.global_step % self.steps_per_epoch, self.steps_per_epoch)
-
-    @property
-    def epoch_complete(self) -> bool:
-        """Whether the last step was the last of its epoch."""
-        return self.global_step % self.steps_per_epoch == 0
-
-    def end_epoch(self) -> None:
-        """Counts an epoch whose data have ended early as a complete one."""
-        self.before = self.global_step
-        self.global_step = math.ceil(self.global_step / self.steps_per_epoch) * self.steps_per_epoch
-        self.status.put(self.global_step, "")
-
-    def keep_state(self) -> None:
-        """Keeps the state before the end of an epoch or of training, if ranks change: not here."""
-
-    def passed(self, every: int) -> bool:
-        """Returns whether the last call of a step has reached a multiple of `every`."""
-        return self.global_step // every > self.before // every
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.restore_metrics()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.before = self.global_step
-        self.global_step += min(self.steps_per_call, self.steps_per_epoch - self.before % self.steps_per_epoch)
-        self.status.put(self.global_step, "")
-        if not self.begun:
-            self.begun = True
-            self.journal.write("training", global_step=self.global_step)
-        self.results = {}
-        if self.metrics_state:  # only now, as Keras has created the metrics in this step
-            self.results = evaluation.results_of_metrics(self.model)
-            for variable, array in zip(self.model.metrics_variables, self.metrics_state, strict=True):
-                variable.assign_add(array)
-            self.metrics_state = ()
-
-    def restore_metrics(self) -> None:
-        """Gives the metrics their state of the epoch's steps before a resume, once, if they are created already."""
-        if not self.metrics_state:  # `metrics_variables` walks through all layers
-            return
-        variables = self.model.metrics_variables
-        if len(variables) != len(self.metrics_state):
-            return
-        for variable, array in zip(variables, self.metrics_state, strict=True):
-            variable.assign(array)
-        self.metrics_state = ()
-
-
-def restore(
-    model: keras.Model,
-    folder: Path | None,
-    must: bool,  # raise CheckpointError without a checkpoint, too
-    config: Config,
-    numbers: Numbers,
-    common: Mapping[str, str],  # if it differs in the checkpoint, raise ConfigError
-) -> Start:
-    """Restores on every rank the newest valid checkpoint of rank 0's run folder; returns the same position on all."""
-    newest, start = hvd.run_together(lambda: _find(folder, must) if hvd.rank() == 0 else (None, Start()))
-
-    def load() -> list[list[Arrays]] | None:
-        """Loads the shared state; returns the local state of each rank: of its copies of the model, then metrics."""
-        if newest is None:
-            return None
-        identity.require_same(newest, common, config, numbers)
-        if not model.optimizer.built:  # a second build of a LossScaleOptimizer would add its variables once more
-            model.optimizer.build(model.trainable_variables)
-        model_state.require_same_model(newest, model)
-        model_state.assign(model_state.shared_variables(model), newest.arrays("state"))
-        return _local_states(newest, model, config.seed)
-
-    by_rank = hvd.run_together(load)
-    rows, length = None, 0
-    if by_rank:
-        rows = [model_state.to_bytes(states) for states in by_rank]
-        length = rows[0].size
-    start, length = hvd.broadcast_object((start, length), 0, name="ringtrain_start")
-    hvd.broadcast_model(model, root_rank=0)
-    if not length:
-        return start
-    row = hvd.scatter_bytes(rows, length, name="ringtrain_own_state")
-    *own_states, metrics = model_state.from_bytes(row, hvd.num_copies(model) + 1)
-    hvd.global_seed(create=True)
-    for copy, state in enumerate(own_states):
-        model_state.assign(model_state.own_variables(model), state, copy)
-    return dataclasses.replace(start, metrics_state=tuple(metrics.values()))
-
-
-def _local_states(newest: checkpoint.Checkpoint, model: keras.Model, seed: int) -> list[list[Arrays]]:
-    """Local state of each rank in a checkpoint: of its copies of the model, then its metrics."""
-    size, copies = hvd.size(), hvd.num_copies(model)
-    of_ranks = model_state.by_rank(newest.arrays("ranks"), newest.manifest["num_ranks"])
-    is_shared, was_shared = hvd.is_shared(model), newest.manifest.get("shared_state", False)
-    if is_shared:
-        metrics = [model_state.metrics_state(of_ranks, 0, 0)] * size  # the sum of all, on each rank
-        of_ranks = of_ranks[:1] * size
-        same = True
-    else:
-        metrics = [model_state.metrics_state(of_ranks, rank, size, copies) for rank in range(size)]
-        same = len(of_ranks) == size * copies and not was_shared
-    if is_shared:  # only the seeds have the same indices
-        seeds = [f"{index:05d}" for index in range(len(hvd.seeds(model)))]
-        for rank, arrays in enumerate(of_ranks):
-            of_ranks[rank] = {key: arrays[key] for key in seeds if key in arrays}
-    if not same:
-        first = of_ranks[:1] if was_shared else of_ranks  # there, all ranks have the same seeds
-        of_ranks = model_state.seeds_for(model, first, size * copies, seed, newest.global_step)
-    by_rank = []
-    for rank in range(size):
-        states = of_ranks[rank * copies : (rank + 1) * copies]
-        sums = {str(index): array for index, array in enumerate(metrics[rank])}
-        by_rank.append([*states, sums])
-    return by_rank
-
-
-def callbacks_of(folder: Path) -> callback_state.State:
-    """Returns the state of the user's callbacks in the checkpoint that `restore` would find."""
-    return _find(folder, must=True)[1].callbacks
-
-
-def _find(folder: Path | None, must: bool) -> tuple[checkpoint.Checkpoint | None, Start]:
-    if folder is None:
+    if config.run.resume == "never" or not config.run.name:
         return None, Start()
+    folder = Path(config.run.directory) / config.run.name
+    newest, start = _newest(folder)
+    if newest is None and config.run.resume == "must":
+        raise CheckpointError(f"{folder}: no checkpoint here")
+    return newest, start
+
+
+def _newest(folder: Path) -> tuple[checkpoint.Checkpoint | None, Start]:
     newest, refused = checkpoint.newest(folder / "checkpoints")
     if newest is None and refused:
         raise CheckpointError(f"{folder}: no checkpoint verifies; {'; '.join(refused)}")
-    if newest is None and must:
-        raise CheckpointError(f"{folder}: no checkpoint here")
     if newest is None:
         return None, Start()
-    saved = newest.manifest
-    start = Start(newest.global_step, str(newest.folder), saved["metrics"], refused=tuple(refused))
-    start = dataclasses.replace(
-        start,
-        is_ended=saved.get("is_ended", False),
-        initial_epoch=saved["numbers"].get("initial_epoch", 0),
-        frozen=saved.get("frozen"),
-        frozen_as_compiled=saved.get("frozen_as_compiled"),
-    )
-    states = saved.get("callbacks", [])
-    if states:
+    saved, of_callbacks = newest.manifest, {}
+    if saved["callbacks"]:
         arrays = newest.arrays("state")
         of_callbacks = {name: arrays[name] for name in arrays if name.startswith(callback_state.PREFIX)}
-        start = dataclasses.replace(start, callbacks=(states, of_callbacks))
+    start = Start(
+        global_step=newest.global_step,
+        source=str(newest.folder),
+        metrics=saved["metrics"],
+        callbacks=(saved["callbacks"], of_callbacks),
+        is_ended=saved["is_ended"],
+        refused=tuple(refused),
+        initial_epoch=saved["numbers"]["initial_epoch"],
+        frozen=saved["frozen"],
+        frozen_as_compiled=saved["frozen_as_compiled"],
+    )
     return newest, start
+
+
+def _at_initial_epoch(start: Start, numbers: Numbers) -> Start:
+    """Position of a run that begins with a later epoch than 0, unless a checkpoint has another one, which is said."""
+    initial, steps = numbers.initial_epoch, numbers.steps_per_epoch
+    if not initial:
+        return start
+    if not start.source:
+        return dataclasses.replace(start, global_step=initial * steps, initial_epoch=initial)
+    if start.global_step != initial * steps and hvd.rank() == 0:
+        epoch = start.global_step // steps
+        text = f"{start.source} decides where this run goes on, in epoch {epoch}, counted from 0, instead of"
+        print(f"ringtrain: {text} initial_epoch {initial}", file=sys.stderr, flush=True)
+    return start
+
+
+def _with_frozen_layers(job: Job, start: Start, is_complete: bool) -> Start:
+    """Freezes the layers that callbacks of the run had frozen; returns its start with those that `compile` found."""
+    frozen = model_state.frozen_layers(job.model)
+    if start.frozen is not None and start.frozen != frozen:
+        if start.frozen_as_compiled != frozen:  # a script that has frozen others since keeps its own
+            text = f"was saved with {len(start.frozen)} frozen layers, now there are {len(frozen)}, or other ones"
+            if hvd.rank() == 0:
+                print(f"ringtrain: {start.source} {text}", file=sys.stderr)
+        elif not is_complete:
+            model_state.freeze_in_training(job.model, start.frozen)
+    return dataclasses.replace(start, frozen_as_compiled=frozen)
+
+
+def _look_for_lost_checkpoints(folder: Path | None, num_steps: int) -> None:
+    """Raises RunDirectoryError for a complete run without checkpoints; says of another one that it begins anew."""
+    if folder is None:
+        return
+    if run_folder.read_summary(folder).get("global_step", -1) >= num_steps:
+        raise RunDirectoryError(
+            f"{folder}: is complete, but has no checkpoint any more, so that training would begin anew and replace its"
+            f" results: choose another name, or delete the folder"
+        )
+    if run_folder.records_of(folder):
+        text = f"{folder} has metrics, but no checkpoint any more: training begins anew, and replaces them"
+        print(f"ringtrain: {text}", file=sys.stderr, flush=True)
+
+
+def complete_summary(run: Run, start: Start, is_trained: bool) -> Mapping[str, Any]:
+    """Summary of a run with nothing left to train or to export, which rank 0 then prints; else {}. Collective."""
+    folder = run.lock.folder
+
+    def read() -> Mapping[str, Any]:
+        if folder is None or Path(start.source).parent != folder / "checkpoints":
+            return {}
+        summary = run_folder.read_summary(folder)
+        # Callbacks decide for good.
+        of_script, is_ended = "script" in summary, summary.get("stopped_by") == console.A_CALLBACK
+        # It is complete with all its files only; an export that has failed is tried again.
+        has_all = "not_exported" not in summary and (folder / "model.keras").exists()
+        has_all = has_all or (of_script and (folder / checkpoint.RESULT).exists())
+        has_all = has_all and summary.get("global_step") == start.global_step
+        if has_all and (is_trained or is_ended):
+            return summary
+        return {}
+
+    summary = hvd.on_rank_0(read)
+    if summary and folder is not None:
+        console.show_complete(console.terminal_of(run), folder, summary)
+    return summary
+
+
+def callbacks_of(folder: Path) -> callback_state.State:
+    """Returns the state of the user's callbacks in the newest checkpoint of a run."""
+    return _newest(folder)[1].callbacks
 
 
 def restore_result(model: keras.Model, folder: Path, summary: Mapping[str, Any]) -> None:

@@ -1,9 +1,4 @@
-"""Saves the state of a run during training, on all ranks together.
-
-The state is rank 0's weights and optimizer, which all ranks share, and what differs between ranks: states of random
-seeds, moving statistics of batch normalization, accumulated gradients that are not reduced yet. Only rank 0 receives
-it, in pieces.
-"""
+"""Saves the state of a run during training, on all ranks together: when, and what becomes of an error."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +27,7 @@ if TYPE_CHECKING:
 class Saver(keras.callbacks.Callback):
     """Saves the state of a run; a thread of rank 0 writes it. A save may fail, as on a full disk, except the last."""
 
-    def __init__(
-        self,
-        run: Run,
-        while_saving: Callable[[int], None] = lambda global_step: None,
-        is_ended: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, run: Run, while_saving: Callable[[int], None] = lambda global_step: None) -> None:
         super().__init__()
         self.set_model(run.job.model)
         self.lock = run.lock
@@ -46,7 +36,7 @@ class Saver(keras.callbacks.Callback):
         common = identity.in_common(run.config, run.job.numbers, run.job.checksums, run.job.of_name)
         self.facts |= {"versions": tracking.versions(), "in_common": common}
         self.metrics = dict(run.start.metrics)
-        self.while_saving, self.is_ended = while_saving, is_ended
+        self.run, self.while_saving = run, while_saving
         self.callback_state: CallbackState | None = run.job.callback_state
         if run.job.users_callbacks and self.callback_state is None:
             self.callback_state = CallbackState(run.job.users_callbacks, run.job.model)
@@ -94,29 +84,8 @@ class Saver(keras.callbacks.Callback):
     def _save(self, step: int) -> None:
         begin_s = time.perf_counter()
         self.wait()  # for the previous save, so that states do not pile up in memory
-        digests = model_state.digests(self.model)
-        with hvd.during("reduce"):
-            reports = hvd.allgather_object((digests, self._not_finite()), name="ringtrain_own_state")
-        worst = next((path for _, path in reports if path), "")
-        if worst:
-            raise NonFiniteLoss(
-                f"non-finite weight {worst} after step {step}: lower the learning rate; the last checkpoint is older"
-            )
-        digests_of_copies = []
-        for copies, _ in reports:
-            digests_of_copies += copies
-        of_rank = self._own_state(model_state.places_to_save(self.model, digests_of_copies))
-        with hvd.during("reduce"):
-            rows: Any = hvd.gather_bytes(model_state.to_bytes(of_rank), name="ringtrain_own_state")
-        files: dict[str, Any] | None = None
-        facts: dict[str, Any] = {}
-        if hvd.rank() == 0:
-            facts, arrays = self._facts()
-            of_ranks = []
-            for row in rows:
-                of_ranks += model_state.from_bytes(row, len(of_rank))
-            state = model_state.shared_state(self.model, of_ranks)
-            files = {"state": state | arrays, "ranks": model_state.joined(of_ranks)}
+        hvd.run_together(lambda: self._require_finite(step))
+        files = model_state.gathered(self.model, is_in_epoch=not self.clock.epoch_complete)
         self.saved_step = step
         stall_s = time.perf_counter() - begin_s
         self.saves["count"] += 1
@@ -124,6 +93,8 @@ class Saver(keras.callbacks.Callback):
         self.saves["longest_stall_s"] = max(stall_s, self.saves["longest_stall_s"])
         self.journal.write("save", global_step=step, stall_s=stall_s)
         if files:  # last: the writer then needs a core, and there may be none to spare
+            facts, arrays = self._facts()
+            files["state"] |= arrays
             self._written = self._writer.submit(self._write, step, files, facts)
 
     def finish(self) -> None:
@@ -153,48 +124,36 @@ class Saver(keras.callbacks.Callback):
             written, self._written = self._written, None
             written.result()
 
-    def _own_state(self, places: Sequence[int]) -> list[Arrays]:
-        """Returns the local variables at these indices, per copy of the model in this process; metrics of the first."""
-        variables = model_state.own_variables(self.model)
-        wanted = {index: variables[index] for index in places}
-        states = [model_state.arrays_of(wanted, copy) for copy in range(hvd.num_copies(self.model))]
-        if self.clock.epoch_complete:
-            return states
-        seen = model_state.arrays_of(dict(enumerate(self.model.metrics_variables)))
-        counts = hvd.rank() == 0 or not hvd.is_shared(self.model)  # else rank 0 saves those of all
-        for copy, state in enumerate(states):
-            for name, array in seen.items():
-                state[f"metrics-{name}"] = array if copy == 0 and counts else 0 * array
-        return states
-
     def _sum(self) -> tf.Tensor:
         """Sum of all weights that should be finite, of which a model may have none."""
         return tf.add_n(
             [tf.cast(tf.reduce_sum(weight.value), tf.float32) for weight in self._floating] or [tf.constant(0.0)]
         )
 
-    def _not_finite(self) -> str:
-        """Returns the path of the first weight that contains NaN or infinity, or "" if all weights are finite."""
+    def _require_finite(self, step: int) -> None:
+        """Raises NonFiniteLoss for a weight that contains NaN or infinity."""
         # The sum is fast, and non-finite if any weight is. It may also overflow if all are finite.
         if math.isfinite(float(self._sum_of_weights())):
-            return ""
-        bad = (weight.path for weight in self._floating if not tf.reduce_all(tf.math.is_finite(weight.value)))
-        return next(bad, "")
+            return
+        for weight in self._floating:
+            if not tf.reduce_all(tf.math.is_finite(weight.value)):
+                raise NonFiniteLoss(
+                    f"non-finite weight {weight.path} after step {step}: lower the learning rate; the last checkpoint"
+                    " is older"
+                )
 
     def _facts(self) -> tuple[dict[str, Any], Arrays]:
         """Facts for the manifest, and arrays that callbacks keep; those of rank 0 are saved."""
         facts: dict[str, Any] = {
             **self.facts,
             "metrics": self.metrics,
-            "num_ranks": hvd.size() * hvd.num_copies(self.model),
-            "shared_state": hvd.is_shared(self.model),
-            "frozen": model_state.frozen_layers(self.model),
+            **model_state.facts_of(self.model),
             "frozen_as_compiled": self.frozen_as_compiled,
-            "variables": model_state.shapes_of(model_state.shared_variables(self.model)),
+            "is_ended": self.run.callbacks.stop.is_ended,
+            "callbacks": [],
         }
         arrays = Arrays()
         if self.callback_state is not None:
-            facts["is_ended"] = self.is_ended()
             facts["callbacks"], arrays = self.callback_state.save()
         return facts, arrays
 

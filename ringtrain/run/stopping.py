@@ -19,7 +19,7 @@ from ringtrain import hvd
 from ringtrain.config import nearest
 from ringtrain.errors import ConfigError, DataError, NonFiniteLoss
 from ringtrain.monitor.journal import Journal
-from ringtrain.run import resume
+from ringtrain.run.clock import Ending
 from ringtrain.run.console import A_CALLBACK, leave_closed_terminal
 
 if TYPE_CHECKING:
@@ -113,9 +113,9 @@ class StopTogether(keras.callbacks.Callback):
         return (self.run.signals.received_s or time.monotonic()) + self.run.attempt.grace_s
 
     @property
-    def ending(self) -> resume.Ending:
+    def ending(self) -> Ending:
         """Agreements and requests so far, with which other ranks continue."""
-        return resume.Ending(self.stopped_by, self._reason, self.is_ended, self.run.callbacks.saver.is_closed)
+        return Ending(self.stopped_by, self._reason, self.is_ended, self.run.callbacks.saver.is_closed)
 
     def request(self, reason: str) -> None:
         """Requests the end of training at the next agreement of the ranks, at the latest after the epoch."""

@@ -12,7 +12,7 @@ from ringtrain.derived import derive, num_shards
 from ringtrain.errors import ConfigError
 from ringtrain.run import setup
 from ringtrain.run.context import Job, Run
-from ringtrain.run.from_checkpoint import FromCheckpoint
+from ringtrain.run.run_files import FromCheckpoint
 
 if TYPE_CHECKING:
     from ringtrain.run.devices import Pinning

@@ -23,7 +23,7 @@ from ringtrain.protocol.for_script import ForScript
 from ringtrain.run import consistency, devices, identity, resume
 from ringtrain.run.context import ON_RANK_0, Job, Run, classes_of, on_rank
 from ringtrain.run.devices import Pinning
-from ringtrain.run.from_checkpoint import FromCheckpoint
+from ringtrain.run.run_files import FromCheckpoint
 from ringtrain.sources import OPTIONS
 from ringtrain.sources.job import job_of
 from ringtrain.strategies.base import Strategy

@@ -16,7 +16,7 @@ from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.env import COLLECTIVES
 from ringtrain.run import devices
-from ringtrain.run.resume import Clock
+from ringtrain.run.clock import Clock
 from ringtrain.strategies import STRATEGIES
 
 if TYPE_CHECKING:

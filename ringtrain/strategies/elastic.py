@@ -27,9 +27,10 @@ from ringtrain.errors import ConfigError
 from ringtrain.hvd import train_step
 from ringtrain.optim.sums import SumsOverRanks
 from ringtrain.protocol import failures
-from ringtrain.run import console, devices, evaluation, from_checkpoint, resume
+from ringtrain.run import console, devices, evaluation, run_files
+from ringtrain.run.clock import Clock, Ending, Start
 from ringtrain.run.context import Job, Opening, Run, on_rank
-from ringtrain.run.from_checkpoint import FromCheckpoint
+from ringtrain.run.run_files import FromCheckpoint
 from ringtrain.strategies.base import StepsOf
 from ringtrain.strategies.ring import Ring
 
@@ -72,7 +73,7 @@ class OtherRanks(FromCheckpoint):
             self.strategy.synced,
             folder="",
             records="",
-            start=resume.Start(),
+            start=Start(),
             progress=(-1,),
             num_ranks=0,
             generation="",
@@ -88,7 +89,7 @@ class OtherRanks(FromCheckpoint):
         hvd.run_together(lambda: num_shards(run.config, hvd.size()))  # raises an error if there are more ranks
         return dataclasses.replace(job)  # with its numbers of the start, which a run changes
 
-    def restore(self, run: Run) -> tuple[resume.Start, Mapping[str, Any]]:
+    def restore(self, run: Run) -> tuple[Start, Mapping[str, Any]]:
         """Position of the rank that is furthest; on the first ranks, of the newest checkpoint."""
         start = self.state.start
         if not self.state.folder:
@@ -110,7 +111,7 @@ class OtherRanks(FromCheckpoint):
             state.start, state.progress = run.start, (step, True, False)
         else:
             folder, records = Path(state.folder), state.records
-            hvd.on_rank_0(lambda: from_checkpoint.take_over(run, folder, records))
+            hvd.on_rank_0(lambda: run_files.take_over(run, folder, records))
             log = ""
             if run.journal.path is None:
                 log = f"rank-{rank}-from-step-{step}.log"
@@ -128,9 +129,9 @@ class OtherRanks(FromCheckpoint):
         return dataclasses.replace(opening, facts=facts)
 
 
-def _common(endings: Sequence[resume.Ending]) -> resume.Ending:
+def _common(endings: Sequence[Ending]) -> Ending:
     """Ending of all ranks, of which some may not know that all have agreed."""
-    return resume.Ending(
+    return Ending(
         stopped_by=max(one.stopped_by for one in endings),
         requested=max(one.requested for one in endings),
         is_ended=any(one.is_ended for one in endings),
@@ -152,7 +153,7 @@ class Elastic(Ring):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.ending = resume.Ending()  # why this rank was about to end before the last change
+        self.ending = Ending()  # why this rank was about to end before the last change
         self._clock: ElasticClock | None = None
         """of the current ranks, once they train"""
 
@@ -227,14 +228,14 @@ class Elastic(Ring):
         return {"num_ranks": run.size, "resizes": list(self.state.resizes), "strategy": self.about}
 
 
-class ElasticClock(resume.Clock):
+class ElasticClock(Clock):
     """Counts the steps of some ranks; the end of an epoch or of training can be undone."""
 
     def __init__(self, run: Run, generation: str) -> None:
         super().__init__(run.start, run.job.numbers.steps_per_epoch, run.status, run.journal)
         self.run, self.generation = run, generation  # ID of the ranks that train together
         self.is_open = run.start.is_open  # the last step of an epoch is made, but not all that belongs to its end
-        self._before_end: tuple[Snapshot, resume.Ending] | None = None
+        self._before_end: tuple[Snapshot, Ending] | None = None
 
     @property
     def where(self) -> dict[str, Any]:
@@ -262,7 +263,7 @@ class ElasticClock(resume.Clock):
         """Ends the epoch for good: a change of ranks no longer undoes what its end has changed."""
         self.is_open, self._before_end, self.metrics_state = False, None, ()
 
-    def undo_end(self) -> resume.Ending:
+    def undo_end(self) -> Ending:
         """Undoes an interrupted end of an epoch or of training; returns why training was about to end before it."""
         if self._before_end is None:
             return self.run.callbacks.stop.ending

@@ -212,13 +212,13 @@ PLANTED = (
     ),
     # Resume
     Mutant(
-        *("ranks begin without rank 0's weights", RESUME),
+        *("ranks begin without rank 0's weights", STATE),
         *("hvd.broadcast_model(model, root_rank=0)\n    if not length:", "if not length:", RESUMED, LONG + r"&Adam"),
     ),
     Mutant(
         *(
             "slots are not restored",
-            "checkpoint/model_state.py",
+            STATE,
             "[*model.weights, *slots_of(model)])",
             "[*model.weights])",
         ),
@@ -230,7 +230,7 @@ PLANTED = (
         *("pass", RESUMED, r"LossScaleOptimizer\(keras\.optimizers\.Nadam"),
     ),
     Mutant(
-        *("seeds are not restored", RESUME, "model_state.assign(model_state.own_variables(model), state, copy)"),
+        *("seeds are not restored", STATE, "assign(own_variables(model), state, copy)"),
         *("pass", RESUMED, LONG + r"&(Dropout|GaussianNoise)\("),
     ),
     Mutant(
@@ -238,7 +238,7 @@ PLANTED = (
         *("    if hvd.num_copies(model) > 1:\n        return []", "    return []", RESUMED, r"UnseededNoise\(\)"),
     ),
     Mutant(
-        *("metrics of a resumed epoch begin anew", RESUME),
+        *("metrics of a resumed epoch begin anew", "run/clock.py"),
         *("self.metrics_state = start.metrics_state", "self.metrics_state = ()", RESUMED, LONG + r"&metrics="),
     ),
     Mutant(
@@ -257,7 +257,7 @@ PLANTED = (
         *(RESUMED, LONG + r"&rate \* 0\.5"),
     ),
     Mutant(
-        *("layers that a callback has frozen are trained", "run/from_checkpoint.py"),
+        *("layers that a callback has frozen are trained", RESUME),
         *("model_state.freeze_in_training(job.model, start.frozen)", "pass", RESUMED, LONG + r"&'trainable', False"),
     ),
     Mutant(

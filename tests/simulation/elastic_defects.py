@@ -11,7 +11,7 @@ from simulation.planted import Defect, seeds_to_find, text
 
 from ringtrain import hvd, train
 from ringtrain.cluster import elastic as of_launcher
-from ringtrain.run import resume
+from ringtrain.run.clock import Ending
 from ringtrain.strategies import elastic
 
 
@@ -50,12 +50,12 @@ FURTHEST = "root = progress.index(max(progress))"
 BEHIND = "variable.assign(value)"
 CLOSED = "self.is_open, self._before_end, self.metrics_state = False, None, ()"
 HOSTS = '    run.hosts = [*hvd.allgather_object(socket.gethostname(), name="ringtrain_hosts"), *strategy.other_hosts]'
-LOG = '        from_checkpoint.open_log(run, opening.folder / "logs" / opening.log)'
+LOG = '        run_files.open_log(run, opening.folder / "logs" / opening.log)'
 DEFECTS = {
     "rank 0 gives its state, not the one that is furthest": text(State, "sync", (FURTHEST, "root = 0")),
     "a failed sync leaves half of a state": text(State, "sync", (BEHIND, "pass")),
     "a step that failed is not undone": text(elastic.Elastic, "settle", ("self.step.undo()", "pass")),
-    "an agreed stop is forgotten": Defect(elastic, "_common", lambda endings: resume.Ending()),
+    "an agreed stop is forgotten": Defect(elastic, "_common", lambda endings: Ending()),
     "an epoch that has ended stays open": text(elastic.ElasticClock, "close_epoch", (CLOSED, "pass")),
     "journals are not written before a change": text(elastic.Elastic, "settle", ("clock.write_commit()", "pass")),
     "a generation is noted before its journal is open": text(

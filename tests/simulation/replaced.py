@@ -31,7 +31,8 @@ from ringtrain.checkpoint import model_state
 from ringtrain.cluster import elastic as of_launcher
 from ringtrain.cluster import horovod_driver, host_agent, rank_process, supervisor
 from ringtrain.errors import RingtrainError
-from ringtrain.run import from_checkpoint, loop, resume, stopping
+from ringtrain.run import loop, run_files, stopping
+from ringtrain.run.clock import Start
 from ringtrain.run.context import Opening
 from ringtrain.strategies import elastic
 from ringtrain.strategies.ring import Ring
@@ -142,21 +143,21 @@ class Manager:
 
 
 class FromCheckpoint:
-    """`from_checkpoint`: checkpoints and the folder, on the ranks' disk."""
+    """`run_files`: checkpoints and the folder, on the ranks' disk."""
 
     def __init__(self, horovod: Horovod) -> None:
         self.horovod = horovod
 
-    def restore(self, run: Any) -> tuple[resume.Start, Mapping[str, Any]]:
+    def restore(self, run: Any) -> tuple[Start, Mapping[str, Any]]:
         horovod, storage = self.horovod, self.horovod.member.cluster.storage
         horovod.on_rank_0(lambda: run.lock.take(PurePath("run"), same_job=True))
         saved = storage.checkpoints[-1] if storage.checkpoints else None
         saved, summary = horovod.broadcast_object((saved, storage.summary), name="ringtrain_start")
         if saved is None:
-            return resume.Start(), {}
+            return Start(), {}
         for variable, value in zip(run.job.model.variables, saved["values"], strict=True):
             variable.assign(value)
-        return resume.Start(saved["global_step"], "run/checkpoints"), summary
+        return Start(saved["global_step"], "run/checkpoints"), summary
 
     def take_over(self, run: Any, folder: PurePath, records: str) -> None:
         run.lock.take(folder, same_job=True)
@@ -308,9 +309,9 @@ def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
         horovod.member.report("recovery:")
 
     restored = FromCheckpoint(horovod)
-    yield elastic, "from_checkpoint", restored
+    yield elastic, "run_files", restored
     for name in ("restore", "open_folder"):
-        yield from_checkpoint.FromCheckpoint, name, getattr(restored, name)
+        yield run_files.FromCheckpoint, name, getattr(restored, name)
 
     def together(name: str) -> Any:
         return lambda *_: horovod.allgather_object(None, name)
@@ -320,7 +321,7 @@ def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
     yield hvd, "check_placement", together("ringtrain_placement")
     yield hvd, "check_in_sync", together("ringtrain_in_sync")
     yield train, "consistency", SimpleNamespace(same_code=together("ringtrain_code"), same_job=lambda *_: None)
-    yield train, "from_checkpoint", SimpleNamespace(open_log=lambda *_: None)
+    yield train, "run_files", SimpleNamespace(open_log=lambda *_: None)
     shown = SimpleNamespace(terminal_of=lambda _: None, show_plan=lambda *_: None, show_start=lambda *_: None)
     yield train, "console", shown
     yield train, "devices", SimpleNamespace(identity=lambda _: "")

@@ -15,7 +15,8 @@ from ringtrain.config import CheckpointConfig, Config, HvdConfig, OptimizerConfi
 from ringtrain.derived import derive
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import from_checkpoint, identity, resume
+from ringtrain.run import identity, resume
+from ringtrain.run.clock import Start
 
 ADASUM = Config(
     optimizer=OptimizerConfig(name="sgd", learning_rate=0.001),
@@ -77,14 +78,14 @@ def test_a_run_is_complete_with_all_that_it_is_to_export(tmp_path, monkeypatch, 
     monkeypatch.setattr("ringtrain.hvd.on_rank_0", lambda function: function())
     summary = {"global_step": 20, "stopped_by": "", "test_accuracy": 0.5, "started": 0.0, "fit_s": 1.0}
     run_folder.write_summary(tmp_path, summary | {"config": dataclasses.asdict(Config())})
-    start = resume.Start(20, str(tmp_path / "checkpoints" / "step-00000020"))
+    start = Start(20, str(tmp_path / "checkpoints" / "step-00000020"))
     lock = run_folder.RunLock()
     lock.take(tmp_path)
 
     def is_complete(**options) -> bool:
         source = SimpleNamespace(is_quiet=False)
         run = SimpleNamespace(config=Config(checkpoint=CheckpointConfig(**options)), lock=lock, source=source)
-        return bool(from_checkpoint.complete_summary(run, start, is_trained=True))
+        return bool(resume.complete_summary(run, start, is_trained=True))
 
     assert not is_complete()
     (tmp_path / "model.keras").write_bytes(b"")

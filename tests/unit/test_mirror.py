@@ -19,7 +19,7 @@ from ringtrain.config import Config, RunConfig
 from ringtrain.errors import CheckpointError, DataError, RunDirectoryError
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT
-from ringtrain.run import from_checkpoint
+from ringtrain.run import run_files
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +198,7 @@ def test_another_rank_of_the_job_takes_over(tmp_path, monkeypatch, capfd):
     folder = tmp_path / "2" / "r"
     (folder / "logs").mkdir(parents=True)
     (folder / "logs" / "rank-1.log").write_text("own")
-    from_checkpoint.take_over(run, folder, "")
+    run_files.take_over(run, folder, "")
     assert steps_in(folder) == names(10, 20) and (folder / "metrics.jsonl").read_text() == "20\n"
     assert (folder / "logs" / "rank-1.log").read_text() == "own"
     saved(first, 25)
@@ -211,7 +211,7 @@ def test_another_rank_of_the_job_takes_over(tmp_path, monkeypatch, capfd):
 
     shutil.rmtree(there)
     there.write_text("no folder")
-    from_checkpoint.take_over(run, folder, "")
+    run_files.take_over(run, folder, "")
     assert run.lock.mirror is None
     assert "nothing more is copied there" in capfd.readouterr().err
     run.lock.release()

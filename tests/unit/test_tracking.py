@@ -20,7 +20,7 @@ from ringtrain.checkpoint import run_folder
 from ringtrain.config import Config, RunConfig
 from ringtrain.errors import RunDirectoryError
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import from_checkpoint
+from ringtrain.run import resume, run_files
 
 
 def test_default_name_says_what_and_when(monkeypatch):
@@ -57,7 +57,7 @@ def test_a_folder_with_checkpoints_is_a_run_also_without_its_configuration(tmp_p
 
 
 def test_a_complete_run_without_checkpoints_is_not_trained_again(tmp_path, capsys):
-    look = from_checkpoint._look_for_lost_checkpoints
+    look = resume._look_for_lost_checkpoints
     look(None, 20)
     look(tmp_path, 20)
     assert not capsys.readouterr().err
@@ -207,7 +207,7 @@ def test_a_restart_is_the_same_job_also_when_no_run_was_reported(tmp_path, holde
     for number, is_waited_for in ((0, False), (1, True)):
         with pytest.raises(RunDirectoryError, match="in use by process"):
             lock, attempt = run_folder.RunLock(), Attempt(number=number)
-            from_checkpoint.lock_folder(SimpleNamespace(config=config, lock=lock, attempt=attempt))
+            run_files.lock_folder(SimpleNamespace(config=config, lock=lock, attempt=attempt))
         assert ("waiting up to" in capfd.readouterr().err) == is_waited_for
 
 
