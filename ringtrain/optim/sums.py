@@ -14,7 +14,10 @@ from ringtrain.hvd.reduction import scaled
 from ringtrain.optim.uneven import sum_over_ranks
 
 if TYPE_CHECKING:
-    from ringtrain.optim.step import Step
+    from ringtrain.optim.summed_step import SummedStep
+
+SEED_STEP = 7_368_787
+"""prime by which the seeds of neighbours differ"""
 
 
 class StepResult(NamedTuple):
@@ -43,39 +46,39 @@ class StepResult(NamedTuple):
 class Sums(Protocol):
     """Sums over the parts of all ranks."""
 
-    def numbers(self, step: Step) -> Sequence[Any]:
+    def numbers(self, step: SummedStep) -> Sequence[Any]:
         """Numbers of the parts that this rank's rows consist of; each has random numbers of its own."""
 
     def num_parts(self) -> Any:
         """Number of the parts of all ranks: float64 []."""
 
-    def prepare(self, step: Step, computations: Sequence[Callable[..., Any]]) -> None:
+    def prepare(self, step: SummedStep, computations: Sequence[Callable[..., Any]]) -> None:
         """Computes what this rank's parts, one computation each, need of all parts before the first. Collective."""
         # With until_loss=True, a computation may end early by LossIsKnown.
 
     def over_parts(self, divisor: Any) -> Any:
         """Sum over the parts of all ranks of a loss' divisor, float64 [], within the forward pass."""
 
-    def totals(self, step: Step, parts: Sequence[StepResult]) -> StepResult:
+    def totals(self, step: SummedStep, parts: Sequence[StepResult]) -> StepResult:
         """Averaged gradients, and moving statistics, counters and metrics of all rows together. Collective."""
 
 
 class SumsOverRanks:
     """Sums by allreduce, of one part per rank, for any number of ranks: it may change between two steps."""
 
-    def numbers(self, step: Step) -> Sequence[Any]:
+    def numbers(self, step: SummedStep) -> Sequence[Any]:
         return [tf.cast(hvd.rank_op(), tf.int64)]
 
     def num_parts(self) -> Any:
         return tf.cast(hvd.size_op(), tf.float64)
 
-    def prepare(self, step: Step, computations: Sequence[Callable[..., Any]]) -> None:
+    def prepare(self, step: SummedStep, computations: Sequence[Callable[..., Any]]) -> None:
         """Does nothing: all ranks compute their parts at the same time."""
 
     def over_parts(self, divisor: Any) -> Any:
         return sum_over_ranks(divisor)
 
-    def totals(self, step: Step, parts: Sequence[StepResult]) -> StepResult:
+    def totals(self, step: SummedStep, parts: Sequence[StepResult]) -> StepResult:
         (part,) = parts  # of this rank
         optimizer, reduction = innermost(step.model.optimizer), step.reduction
 
@@ -117,3 +120,8 @@ def reduced_by_dtype(parts: Sequence[Sequence[Any]], reduce: Any) -> list[Any]:
             shaped = tf.reshape(total, tf.shape(first[index]))
             results[index] = tf.ensure_shape(shaped, first[index].shape)
     return [results[index] for index in range(len(first))]
+
+
+def seed_of(number: Any) -> Any:
+    """Offset of the shared seeds for a part of a batch, which gives it random numbers of its own."""
+    return number * SEED_STEP % 2**31

@@ -28,7 +28,7 @@ from ringtrain.hvd.keras_patches import reduction_of
 from ringtrain.hvd.reduction import scaled
 from ringtrain.hvd.step_timing import PLACE
 from ringtrain.optim.kept_gradients import LossIsKnown
-from ringtrain.optim.step import Step
+from ringtrain.optim.summed_step import SummedStep
 from ringtrain.optim.sums import StepResult, reduced_by_dtype
 
 
@@ -148,7 +148,7 @@ class SumsOverVirtualRanks:
         self._divisors.append(divisor)
         return divisor
 
-    def prepare(self, step: Step, computations: Sequence[Callable[..., Any]]) -> None:
+    def prepare(self, step: SummedStep, computations: Sequence[Callable[..., Any]]) -> None:
         # The parts are computed one after the other. If a loss is divided by what masks or weights leave of a batch,
         # each part is therefore computed twice, the first time without effects, and as far as divisors need it.
         self._totals = None
@@ -180,11 +180,11 @@ class SumsOverVirtualRanks:
             return []
         return list(traced())
 
-    def numbers(self, step: Step) -> Sequence[int]:
+    def numbers(self, step: SummedStep) -> Sequence[int]:
         rank, size = step.reduction.place()
         return Parts.of_rank(rank, size, self.num).numbers
 
-    def totals(self, step: Step, parts: Sequence[StepResult]) -> StepResult:
+    def totals(self, step: SummedStep, parts: Sequence[StepResult]) -> StepResult:
         reduction = step.reduction
         places = [index for index, gradient in enumerate(parts[0].gradients) if gradient is not None]
         rows = []

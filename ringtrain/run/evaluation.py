@@ -15,7 +15,8 @@ from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from numpy.typing import NDArray
 
 from ringtrain import data, hvd
-from ringtrain.optim.step import flat_logs, metric_results, seed_of
+from ringtrain.optim.metric_results import flat_logs, metric_results
+from ringtrain.optim.sums import seed_of
 
 if TYPE_CHECKING:
     from ringtrain.run.context import Run

@@ -1,6 +1,6 @@
 """State of a run whose ranks join and leave, under ringtrain launch --elastic: they agree again, see `through_changes`.
 
-Every step leaves the same state on all current ranks, or none of its own: `optim.step`. When a rank is lost, the
+Every step leaves the same state on all current ranks, or none of its own: `optim.summed_step`. When a rank is lost, the
 rank that is furthest gives its state to the others, and the step under way is made again; when hosts have joined or
 left, all continue after the current step. The global batch does not depend on the ranks, and with it the position that
 follows from the global step, and the learning rate. The ranks share it, also unevenly: a rank with n of its G samples

@@ -13,7 +13,7 @@ from ringtrain.compressions import reduced_bytes
 from ringtrain.derived import num_shards
 from ringtrain.errors import ConfigError
 from ringtrain.optim import virtual_ranks
-from ringtrain.optim.step import Step
+from ringtrain.optim.summed_step import SummedStep
 from ringtrain.optim.sums import Sums
 from ringtrain.run.devices import device_of_sums
 from ringtrain.strategies import rows
@@ -37,7 +37,7 @@ class Ring(Strategy):
     """Strategies ring and mpi-ring."""
 
     # Keeps the state of all ranks equal; None: each rank has seeds and moving statistics of its own.
-    step: Step | None = None
+    step: SummedStep | None = None
     _steps: rows.Rows | None = None
     """of the run under way"""
 
@@ -90,7 +90,7 @@ class Ring(Strategy):
             virtual_ranks.refuse_unlike(model, batch)
         sums = self.sums()
         if sums is not None:
-            self.step = Step(model, sums)
+            self.step = SummedStep(model, sums)
 
     @contextlib.contextmanager
     def training(self, run: Run) -> Iterator[StepsOf]:

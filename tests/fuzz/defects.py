@@ -99,7 +99,7 @@ PLANTED = (
         *(TWO, r'reduction=(None|"none")'),
     ),
     Mutant(
-        *("metrics of one name have the last one's value", STEP),
+        *("metrics of one name have the last one's value", "optim/metric_results.py"),
         *('unique = f"{name} (result {number})"', "unique = name", TWO, UNEVEN + r"&self\.trackers"),
     ),
     Mutant(

@@ -103,7 +103,7 @@ MUTANTS = (
     ),
     # Steps that all ranks share
     Mutant(
-        *("a failed step that is not undone", "optim/step.py", "variable.assign(before)\n", "pass\n"),
+        *("a failed step that is not undone", "optim/summed_step.py", "variable.assign(before)\n", "pass\n"),
         _property("steps.a_failed_step_changes_nothing"),
     ),
     Mutant(

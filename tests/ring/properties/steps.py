@@ -8,8 +8,8 @@ import tensorflow as tf
 
 import ringtrain.hvd as hvd
 from ringtrain.data import Header
-from ringtrain.optim.step import Step, seed_of
-from ringtrain.optim.sums import SumsOverRanks
+from ringtrain.optim.summed_step import SummedStep
+from ringtrain.optim.sums import SumsOverRanks, seed_of
 
 ROWS, WIDTH = 6, 5
 
@@ -32,7 +32,7 @@ def _batch(rank: int) -> tuple[Header, tuple[np.ndarray, np.ndarray]]:
     return header, (draw.normal(rank, 1.0, (ROWS, WIDTH)).astype("float32"), draw.integers(0, 3, ROWS))
 
 
-def _made() -> tuple[keras.Model, Step, Failing]:
+def _made() -> tuple[keras.Model, SummedStep, Failing]:
     keras.utils.set_random_seed(7)
     layers = [keras.layers.BatchNormalization(), keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.4)]
     model = keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(3)])
@@ -41,7 +41,7 @@ def _made() -> tuple[keras.Model, Step, Failing]:
     sums = Failing()
     _, batch = _batch(0)
     model._symbolic_build(data_batch=tuple(map(tf.convert_to_tensor, batch)))
-    step = Step(model, sums)
+    step = SummedStep(model, sums)
     step.divide(has_header=True, has_empty_parts=False)
     return model, step.__enter__(), sums
 
@@ -94,7 +94,7 @@ def all_ranks_hold_the_statistics_and_metrics_of_all_rows():
     assert len({mask.tobytes() for mask in masks}) == hvd.size(), "ranks drop the same units"
 
 
-def _mask(step: Step) -> np.ndarray:
+def _mask(step: SummedStep) -> np.ndarray:
     """Numbers that this rank would draw in its next step."""
     (number,) = SumsOverRanks().numbers(step)
     return keras.random.normal((4,), seed=int(step.seeds[0].value[0] + seed_of(number))).numpy()
