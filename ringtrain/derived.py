@@ -33,10 +33,10 @@ def scaling_of(config: Config) -> tuple[str, str]:
     return rule, "; ".join(why)
 
 
-def scaled_batch(config: Config, global_batch_size: int, num_ranks: int) -> int:
+def scaled_batch(config: Config, global_batch_size: int) -> int:
     """Returns the samples per update that the learning rate is scaled for: Adasum itself scales with the ranks."""
     if config.hvd.op == "adasum":
-        return global_batch_size // num_ranks
+        return config.train.batch_size * config.optimizer.accumulation_steps
     return global_batch_size
 
 
@@ -74,6 +74,8 @@ class Numbers:
     """first steps after each of the schedule's milestones"""
     initial_epoch: int = 0
     """number of the first epoch that a script trains"""
+    is_scaled: bool = True
+    """whether the learning rate follows from the global batch"""
 
     @property
     def samples_per_step(self) -> int:
@@ -105,7 +107,14 @@ def num_shards(config: Config, num_copies: int) -> int:
     return num_virtual or num_copies
 
 
-def derive(config: Config, num_ranks: int, num_train: int, num_test: int, rows_per_step: int = 0) -> Numbers:
+def derive(
+    config: Config,
+    num_ranks: int,
+    num_train: int,
+    num_test: int,
+    rows_per_step: int = 0,  # on all ranks; 0: the configured batch of each
+    is_scaled: bool = True,  # whether the learning rate follows from that
+) -> Numbers:
     """Derives the numbers of a run, in which the last, smaller batch of an epoch is trained, too.
 
     With k = global batch / reference batch, linear scaling multiplies the learning rate by k (Goyal et al. 2017, arXiv
@@ -114,13 +123,14 @@ def derive(config: Config, num_ranks: int, num_train: int, num_test: int, rows_p
     """
     optimizer, schedule = config.optimizer, config.schedule
     batch_size, accumulated = config.train.batch_size, optimizer.accumulation_steps
-    rows = rows_per_step or batch_size * num_ranks  # of a step on all ranks
+    rows = rows_per_step or batch_size * num_ranks
     global_batch_size = rows * accumulated
     steps_per_epoch = math.ceil(num_train / rows)
     updates_per_epoch = steps_per_epoch / accumulated
-    num_scaled = scaled_batch(config, global_batch_size, num_ranks)
-    scale = SCALINGS[scaling_of(config)[0]](num_scaled / optimizer.reference_batch_size)
-    learning_rate = optimizer.learning_rate * scale
+    learning_rate = optimizer.learning_rate
+    if is_scaled:
+        num_scaled = scaled_batch(config, global_batch_size)
+        learning_rate *= SCALINGS[scaling_of(config)[0]](num_scaled / optimizer.reference_batch_size)
     from_start = min(optimizer.learning_rate, learning_rate)
     if schedule.warmup_start:
         from_start = schedule.warmup_start * learning_rate
@@ -142,6 +152,7 @@ def derive(config: Config, num_ranks: int, num_train: int, num_test: int, rows_p
         initial_learning_rate=from_start if steps_of(schedule.warmup_epochs) else learning_rate,
         warmup_steps=steps_of(schedule.warmup_epochs),
         milestone_steps=tuple(steps_of(epochs) for epochs in schedule.milestones),
+        is_scaled=is_scaled,
     )
 
 
@@ -159,8 +170,10 @@ def in_words(config: Config, numbers: Numbers) -> dict[str, str]:
         batch += f" x {n.accumulation_steps} batches accumulated"
     steps = f"{n.num_steps:,} = {config.train.epochs} epochs x {n.steps_per_epoch:,}"
     # The learning rate: the configured one, its scaling, and the reason for that.
-    rule, why = scaling_of(config)
-    factor = f"{scaled_batch(config, n.global_batch_size, n.num_ranks)} / {optimizer.reference_batch_size}"
+    rule, why = "none", ""
+    if n.is_scaled:
+        rule, why = scaling_of(config)
+    factor = f"{scaled_batch(config, n.global_batch_size)} / {optimizer.reference_batch_size}"
     scaling = {"linear": f" x {factor}", "sqrt": f" x sqrt({factor})", "none": ""}[rule]
     rate = f"{n.learning_rate:g}"
     if n.learning_rate != optimizer.learning_rate:

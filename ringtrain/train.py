@@ -184,23 +184,22 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
     is_first = hvd.process.PROCESS.num_runs == 1
     if not is_first:
         attempt = dataclasses.replace(attempt, run_name="")
-    run = Run(
+    config = strategy.together(lambda: resume.started_again(config, attempt))
+    # The code as loaded, as the files may change during the run. Its records: a missing package is reported now.
+    code = strategy.together(lambda: {**consistency.of_code(config, tracking.versions()), **source.code()})
+    return Run(
         config=config,
         source=source,
         attempt=attempt,
         is_first=is_first,
         strategy=strategy,
         pinning=pinning,
-        code={},
+        code=code,
         status=status.StatusLine(hvd.rank()),
         signals=stopping.Signals(events),
         journal=events,
         stages=stages,
     )
-    run.config = run.together(lambda: resume.started_again(config, attempt))
-    # The code as loaded, as the files may change during the run. Its records: a missing package is reported now.
-    run.code = run.together(lambda: {**consistency.of_code(run.config, tracking.versions()), **source.code()})
-    return run
 
 
 def agree(run: Run) -> Mapping[str, Any]:
@@ -327,7 +326,7 @@ def finish(run: Run) -> tuple[Mapping[str, Any], int]:
     )
     # After a signal all ranks wait for rank 0: mpirun kills the others soon after one has exited.
     if stop.exit_code:
-        run.together(lambda: None)
+        run.strategy.together(lambda: None)
     _end(run, stop.exit_code, stop.grace_ends_s)
     return summary, stop.exit_code
 
@@ -357,7 +356,7 @@ def _finish_mirror(run: Run, exit_code: int, ends_s: float) -> None:
                 raise
             print(f"ringtrain: {error}", file=sys.stderr, flush=True)  # the exit code asks to be started again
 
-    run.together(finish)
+    run.strategy.together(finish)
 
 
 if __name__ == "__main__":

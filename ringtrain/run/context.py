@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ringtrain.checkpoint.run_folder import RunLock
 from ringtrain.config import Config
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from ringtrain.run.devices import Pinning
     from ringtrain.run.stopping import Signals
     from ringtrain.strategies.base import Strategy
-
-
-T = TypeVar("T")
 
 
 ON_RANK_0 = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "ProgbarLogger")
@@ -197,11 +194,3 @@ class Run:
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
-
-    def together(self, action: Callable[[], T]) -> T:
-        """Runs an action on all ranks, and raises its error on each; on a rank that joins others, on this one alone."""
-        from ringtrain import hvd
-
-        if self.strategy.ranks_change:
-            return action()
-        return hvd.run_together(action)

@@ -37,24 +37,6 @@ def started_again(config: Config, attempt: Attempt) -> Config:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, name=name, resume=resume))
 
 
-def same_global_batch(config: Config, attempt: Attempt, size: int) -> Config:
-    """Keeps the global batch and learning rate of the first attempt in a restart with other ranks."""
-    then, batch_size = attempt.num_ranks, config.train.batch_size
-    if not attempt.number or then in (0, size) or config.train.virtual_ranks:
-        return config
-    if then * batch_size % size:
-        raise ConfigError(
-            f"train.batch_size: the run began with {then} x {batch_size} samples per step, which {size} ranks cannot"
-            f" share out evenly: start it with a number of ranks that divides them"
-        )
-    optimizer = config.optimizer
-    if config.hvd.op == "adasum":  # its learning rate is scaled by the batch of one rank
-        reference = max(1, optimizer.reference_batch_size * then // size)
-        optimizer = dataclasses.replace(optimizer, reference_batch_size=reference)
-    train = dataclasses.replace(config.train, batch_size=then * batch_size // size)
-    return dataclasses.replace(config, train=train, optimizer=optimizer)
-
-
 def restore(run: Run) -> tuple[Start, Mapping[str, Any]]:
     """Restores the newest checkpoint, if there is one; returns the start, and summary.json of a complete run."""
     config, job, numbers = run.config, run.job, run.job.numbers

@@ -107,7 +107,7 @@ def open_log(run: Run, path: Path) -> None:
     from ringtrain import hvd
 
     first_line = f"rank {hvd.rank()} of {hvd.size()} on {socket.gethostname()}: {run.pinning}"
-    run.together(lambda: log_capture.log_to(path, first_line))
+    run.strategy.together(lambda: log_capture.log_to(path, first_line))
 
 
 def make_folder(run: Run) -> Path:

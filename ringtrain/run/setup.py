@@ -98,7 +98,7 @@ def compiled_model(
         model = named.build_model(data_set.input_shape, data_set.num_classes)
         rows: dict[str, str] = {}
         if config.model.split or config.model.micro_batches > 1:
-            rows |= split_model(model, config)
+            rows |= split_model(model, config, numbers.batch_size)
         _check_own_fit(model, config)
         optimizer = model.optimizer if model.compiled else optimizers.build(config, numbers, model)
     if "columns" in config.model.split:
@@ -141,8 +141,8 @@ def _metrics(named: Named, config: Config, data_set: data.DataSet) -> list[Any]:
     return metrics
 
 
-def split_model(model: keras.Model, config: Config) -> dict[str, str]:
-    """Divides a model over this rank's devices; returns rows of the plan."""
+def split_model(model: keras.Model, config: Config, batch_size: int) -> dict[str, str]:
+    """Divides a model over this rank's devices; returns rows of the plan. `batch_size`: rows of a step on a rank."""
     from ringtrain import hvd
 
     # Layers follow each other on devices; columns of one layer are on all of them.
@@ -154,7 +154,7 @@ def split_model(model: keras.Model, config: Config) -> dict[str, str]:
     except ValueError as error:
         raise ConfigError(f"model.{error}") from None
     # What each device holds, as the user has to see whether it fits.
-    rows = {"micro-batches": f"{options.micro_batches} of {config.train.batch_size / options.micro_batches:g} rows"}
+    rows = {"micro-batches": f"{options.micro_batches} of {batch_size / options.micro_batches:g} rows"}
     for number, (device, (num_bytes, names)) in enumerate(hvd.columns_of(model).items(), start=1):
         rows[f"part {number}"] = f"on {device}: weights {num_bytes / 1e6:.3g} MB of {', '.join(names)}"
     if len(stages) == 1:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ringtrain import data, models
-from ringtrain.config import Config, with_values
+from ringtrain.config import Config
 from ringtrain.derived import derive, num_shards
 from ringtrain.errors import ConfigError
 from ringtrain.run import setup
@@ -40,14 +40,10 @@ class ConfiguredSource(FromCheckpoint):
         import tensorflow as tf
 
         from ringtrain import hvd
-        from ringtrain.run import resume
         from ringtrain.sources.job import job_of
         from ringtrain.strategies.rows import data_of
 
-        strategy, together = run.strategy, run.together
-        # Ranks that join and leave share their batch in a way of their own, and hvd knows no workers of servers.
-        if not strategy.ranks_change and not strategy.of_others:
-            run.config = resume.same_global_batch(run.config, run.attempt, hvd.size())
+        strategy, together = run.strategy, run.strategy.together
         config = run.config
         setup.set_dtypes(config)
         tf.random.set_seed(None)  # the seeds of an earlier run would shuffle the data in another order on each rank
@@ -55,6 +51,11 @@ class ConfiguredSource(FromCheckpoint):
         # Data, and the numbers that follow from them.
         size = together(lambda: num_shards(config, strategy.num_copies))
         rows = config.train.batch_size * size
+        # A restart on other ranks keeps the global batch. Those that join and leave share it in a way of their own, as
+        # virtual ranks do, and hvd knows no workers of servers.
+        is_fixed = strategy.ranks_change or strategy.of_others or config.train.virtual_ranks
+        if run.attempt.number and run.attempt.num_ranks and not is_fixed:
+            rows = rows * run.attempt.num_ranks // hvd.size()
         named, found = self.named, together(self.named.read)
         given = data.FitArguments()
         if isinstance(found, data.FitArguments):
@@ -64,10 +65,13 @@ class ConfiguredSource(FromCheckpoint):
         data_set = together(lambda: data_of(config, found, rows))
         train, num_train, num_test = data_set.train, len(data_set.train), len(data_set.test)
         _check_monitor(config, num_test > 0, given.validation_freq == 1)
+        # A stream brings its own batches, the same on any number of ranks, and so does the learning rate.
+        is_stream = False
         if isinstance(train, data.Stream):
+            is_stream = True
             rows, num_train = train.batch_size, num_train * train.batch_size
-            run.config = _with_unscaled_rate(config)
-        numbers = together(lambda: derive(run.config, size, num_train, num_test, rows))
+            _refuse_scaling(config)
+        numbers = together(lambda: derive(config, size, num_train, num_test, rows, is_scaled=not is_stream))
         run.stages.done("data")
 
         # Each run of a process gives its layers the same names, which checkpoints hold.
@@ -75,7 +79,7 @@ class ConfiguredSource(FromCheckpoint):
         model, plan = setup.compiled_model(named, data_set, config, numbers, strategy)
         given = dataclasses.replace(given, epochs=config.train.epochs, callbacks=together(named.make_callbacks))
         job = together(lambda: job_of(run, model, given, data_set, rows, "test_", lambda *_: numbers))
-        if isinstance(train, data.Stream):
+        if is_stream:
             batch = f"{rows:,}" if rows > 1 else "unknown"
             plan["global batch"] = f"{batch}: a batch of the {train.kind}, on all ranks: train.batch_size has no effect"
         job.plan |= plan
@@ -96,9 +100,11 @@ def _check_monitor(config: Config, has_test: bool, is_each_epoch: bool) -> None:
         )
 
 
-def _with_unscaled_rate(config: Config) -> Config:
-    """Returns the configuration of batches whose size, and so the learning rate, is the same on any number of ranks."""
-    option, rule = "optimizer.learning_rate_scaling", config.optimizer.learning_rate_scaling
+def _refuse_scaling(config: Config) -> None:
+    """Raises ConfigError for a learning rate that would follow from the batches of the data."""
+    rule = config.optimizer.learning_rate_scaling
     if rule in ("linear", "sqrt"):
-        raise ConfigError(f"{option}: got {rule}, but the data bring their own batches for all ranks: leave it out")
-    return with_values(config, {option: "none"})
+        raise ConfigError(
+            f"optimizer.learning_rate_scaling: got {rule}, but the data bring their own batches for all ranks: leave it"
+            " out"
+        )

@@ -58,7 +58,7 @@ class ScriptSource(FromCheckpoint):
         return pinning
 
     def read_job(self, run: Run) -> Job:
-        job: Job = run.together(lambda: _job(run, self))
+        job: Job = run.strategy.together(lambda: _job(run, self))
         return job
 
 

@@ -68,7 +68,7 @@ def build(run: Run, model: keras.Model, train: data.NumberedRows | data.Stream, 
         )
     distribute(run, optimizers, "ringtrain.fit")
     train_step.be_traced_anew(model)
-    run.strategy.create_variables(model, train)
+    run.strategy.create_variables(model, train, batch_size)
     num_rows = max(2, batch_size // hvd.size())
     if isinstance(train, data.Stream):
         batch = train.dataset.element_spec  # unknown sizes stay unknown, and no batch is read

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import keras
 
@@ -22,6 +22,7 @@ from ringtrain.strategies import STRATEGIES
 if TYPE_CHECKING:
     from ringtrain.run.context import Run
 
+T = TypeVar("T")
 StepsOf = Callable[[int, int], Iterator[Mapping[str, Any]]]
 """Called with an epoch and one of its steps. Each item trains the next batch, or `steps_per_execution` of them; it is
 Keras' logs. They end early if the data of the epoch do."""
@@ -58,6 +59,12 @@ class Strategy:
         """Copies of the model in all processes, each of which trains `train.batch_size` samples in a step."""
         return hvd.size() * self.copies
 
+    def together(self, action: Callable[[], T]) -> T:
+        """Runs an action on all ranks, and raises its error on each; on a rank that joins others, on this one alone."""
+        if self.ranks_change:
+            return action()
+        return hvd.run_together(action)
+
     # ---- before training ---------------------------------------------------------------------------------------------
 
     def begin(self) -> devices.Pinning:
@@ -85,7 +92,7 @@ class Strategy:
         """Wraps an optimizer so that it averages gradients over all copies of the model."""
         raise NotImplementedError
 
-    def create_variables(self, model: keras.Model, train: Any) -> None:
+    def create_variables(self, model: keras.Model, train: Any, rows_per_step: int) -> None:
         """Creates variables of a compiled model that Keras would create elsewhere, later; there are none here."""
 
     def share_rows(self, model: keras.Model, batch: Any) -> None:

@@ -93,8 +93,8 @@ class Mirrored(Strategy):
         distributed: keras.optimizers.Optimizer = distribute(optimizer, summed, 1)
         return distributed
 
-    def create_variables(self, model: keras.Model, train: data.NumberedRows) -> None:
-        rows.check_parts(self.config, len(train), self.num_copies, self.copies_name)
+    def create_variables(self, model: keras.Model, train: data.NumberedRows, rows_per_step: int) -> None:
+        rows.check_parts(rows_per_step, len(train), self.num_copies, self.copies_name)
         create_variables(model, self)
 
     @contextlib.contextmanager

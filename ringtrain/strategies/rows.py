@@ -80,14 +80,13 @@ def _first(config: Config, split: Any) -> Any:
     return split.first(most)
 
 
-def check_parts(config: Config, num_rows: int, num_parts: int, noun: str) -> None:
+def check_parts(rows_per_step: int, num_rows: int, num_parts: int, noun: str) -> None:
     """Raises ConfigError if the last, smaller batch of an epoch has fewer rows than the parts that must have some."""
-    size = config.train.batch_size
-    rest = num_rows % (size * num_parts)
+    rest = num_rows % rows_per_step
     if 0 < rest < num_parts:
         raise ConfigError(
-            f"train.batch_size: got {size} on {num_parts} {noun}: the last batch of an epoch has {rest} of {num_rows}"
-            f" rows, expected {num_parts} or more, one for each: choose another size, or train with ring"
+            f"train.batch_size: a step has {rows_per_step} rows on {num_parts} {noun}, and the last of an epoch {rest}"
+            f" of {num_rows}, expected {num_parts} or more, one for each: choose another size, or train with ring"
         )
 
 

@@ -162,9 +162,9 @@ def test_data_that_copies_do_not_share_are_refused() -> None:
     from ringtrain.strategies import rows
 
     config = with_values(Config(), {"strategy.name": "towers"})
-    rows.check_parts(config, 99, 3, "towers")
-    with pytest.raises(ConfigError, match=r"^train.batch_size: got 32 on 3 towers: .* has 2 of 98 rows"):
-        rows.check_parts(config, 98, 3, "towers")
+    rows.check_parts(96, 99, 3, "towers")
+    with pytest.raises(ConfigError, match=r"^train.batch_size: a step has 96 rows on 3 towers, .* 2 of 98"):
+        rows.check_parts(96, 98, 3, "towers")
     batches = data.FitArguments(x=tf.data.Dataset.range(8).map(lambda number: (number, number)).batch(4))
     of_rows = data.FitArguments(x=np.zeros([8, 2]), y=np.zeros(8))
     assert len(rows.data_of(config, of_rows, 4).train) == 8

@@ -151,7 +151,7 @@ class ParameterServers(Strategy):
         """Reduction test: each worker sends its one-hot vector; returns the vectors that reach the optimizer."""
         raise NotImplementedError
 
-    def create_variables(self, model: keras.Model, train: data.NumberedRows) -> None:
+    def create_variables(self, model: keras.Model, train: data.NumberedRows, rows_per_step: int) -> None:
         if train_step.is_own(model):
             raise ConfigError(
                 f"strategy.name: {self.config.strategy.name} makes steps of its own, and {type(model).__name__} has a"

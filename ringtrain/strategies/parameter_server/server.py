@@ -98,7 +98,7 @@ def _serve(task: Task, send: Callable[[Any], None]) -> Ready:
     setup.set_dtypes(config)
     num_workers = len(task.roles.workers)
     data_set = rows.data_of(config, setup.find(config).read(), config.train.batch_size * num_workers)
-    rows.check_parts(config, len(data_set.train), num_workers, "workers")
+    rows.check_parts(config.train.batch_size * num_workers, len(data_set.train), num_workers, "workers")
     batches.begin(data_set)
     return Ready(
         host, token, consistency.of_code(config, tracking.versions()) | consistency.of_data(data_set), devices_text
