@@ -1,4 +1,7 @@
-"""The one table of options that do not go together: checked for every configuration, and printed by the help."""
+"""The one table of what does not go together: options, and facts of a model, its data and the arguments of `fit`.
+
+It is checked for every configuration, again for every job, and printed by the help.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,32 @@ from typing import Any
 from ringtrain.errors import ConfigError
 
 ELASTIC = "an elastic job"
-"""in place of an option"""
+SEVERAL_RANKS = "several ranks"
+BATCH_PER_RANK = "batch_per_rank"
+INITIAL_EPOCH = "initial_epoch"
+STEPS_PER_EXECUTION = "steps_per_execution"
+UNKNOWN_LENGTH = "epochs of unknown length"
+HOROVOD_CALLBACKS = "callbacks of Horovod"
+DISTRIBUTED = "hvd.DistributedOptimizer"
+OWN_STEP = "a train_step of its own"
+ACCUMULATING_STEP = "a train_step that accumulates gradients"
+STATEFUL = "a stateful layer"
+SPECTRAL = "SpectralNormalization"
+SYNCHRONIZED = "SyncBatchNormalization"
+ADVICE: Mapping[str, str] = {
+    BATCH_PER_RANK: "give the batch_size of all ranks together",
+    INITIAL_EPOCH: "give the number of epochs that are left",
+    STEPS_PER_EXECUTION: "compile the model with 1, as each step is committed by itself",
+    UNKNOWN_LENGTH: "use assert_cardinality, or repeat() and steps_per_epoch",
+    HOROVOD_CALLBACKS: "leave out BroadcastGlobalVariablesCallback and MetricAverageCallback",
+    DISTRIBUTED: "leave it out, as all gradients are summed by the run",
+    OWN_STEP: "override compute_loss instead, or leave out the option",
+    ACCUMULATING_STEP: "leave out gradient_accumulation_steps: gradients of a rank may be lost",
+    STATEFUL: "its state has a row for each of a whole batch: build it for a rank's rows, and pass batch_per_rank=True",
+    SPECTRAL: "it changes its kernel in the forward pass, which cannot be undone: leave it out",
+    SYNCHRONIZED: "it would use the rows of real ranks: use BatchNormalization",
+}
+"""Facts of a model, its data and the arguments of `fit`, with what to do where they do not go together."""
 
 _HOROVOD = (
     "hvd.op",
@@ -34,12 +62,21 @@ NOT_TOGETHER: Mapping[str, tuple[str, ...]] = {
     "strategy.name mpi-ring": _HOROVOD,
     "strategy.name towers": _NOT_IN_TENSORFLOW,
     "strategy.name multi-worker": _NOT_IN_TENSORFLOW,
-    "strategy.name ps": _NOT_IN_TENSORFLOW,
+    "strategy.name ps": (*_NOT_IN_TENSORFLOW, OWN_STEP),
     ELASTIC: (
         "hvd.compression powersgd",
         "model.split",
         "optimizer.accumulation_steps",
+        BATCH_PER_RANK,
+        INITIAL_EPOCH,
+        STEPS_PER_EXECUTION,
+        UNKNOWN_LENGTH,
+        HOROVOD_CALLBACKS,
+        DISTRIBUTED,
+        ACCUMULATING_STEP,
+        SPECTRAL,
     ),
+    SEVERAL_RANKS: (STATEFUL,),
     # Bits would depend on the number of ranks.
     "train.virtual_ranks": (
         "hvd.op",
@@ -50,6 +87,10 @@ NOT_TOGETHER: Mapping[str, tuple[str, ...]] = {
         "model.split",
         "model.micro_batches",
         "model.sync_batch_norm",
+        OWN_STEP,
+        DISTRIBUTED,
+        SPECTRAL,
+        SYNCHRONIZED,
     ),
     # XLA has no kernel for an allreduce in the forward pass, nor for stages on several devices.
     "train.jit": ("model.sync_batch_norm", "model.split", "model.micro_batches"),
@@ -68,20 +109,19 @@ a value that begins with this word."""
 def check(config: Any, defaults: Mapping[str, Any], facts: Collection[str] = ()) -> None:
     """Raises ConfigError for the first two options, or facts such as ELASTIC, that do not go together."""
     for first, others in NOT_TOGETHER.items():
-        if first in facts:
-            one = first
-        else:
-            one = _given(config, defaults, first)
+        one = _given(config, defaults, facts, first)
         if not one:
             continue
         for other in others:
-            text = _given(config, defaults, other)
+            text = _given(config, defaults, facts, other)
             if text:
-                raise ConfigError(f"{one} and {text} do not go together: leave one out")
+                raise ConfigError(f"{one} and {text} do not go together: {ADVICE.get(other, 'leave one out')}")
 
 
-def _given(config: Any, defaults: Mapping[str, Any], condition: str) -> str:
-    """The option of a condition with its value; "": it is not met."""
+def _given(config: Any, defaults: Mapping[str, Any], facts: Collection[str], condition: str) -> str:
+    """The fact, or the option of a condition with its value; "": it is not met."""
+    if condition in facts:
+        return condition
     option, _, word = condition.partition(" ")
     if option not in defaults:
         return ""

@@ -21,7 +21,7 @@ from ringtrain import hvd
 from ringtrain.data.parts import Header, num_rows_of, rows_of
 from ringtrain.errors import ConfigError
 from ringtrain.hvd.collectives import tensor_of
-from ringtrain.hvd.keras_patches import innermost, layers_of, reduction_of, slots_of
+from ringtrain.hvd.keras_patches import innermost, reduction_of, slots_of
 from ringtrain.hvd.step_timing import PLACE
 from ringtrain.optim.kept_gradients import gradients_kept
 from ringtrain.optim.metric_results import metric_results
@@ -36,13 +36,6 @@ class SummedStep(Step):
     def __init__(self, model: keras.Model, sums: Sums) -> None:
         self.sums = sums  # how statistics and metrics are summed with the gradients
         super().__init__(model)
-        # A step is undone by setting variables back, and this layer changes one that is trained as well.
-        for layer in layers_of(model):
-            if isinstance(layer, keras.layers.SpectralNormalization):
-                raise ConfigError(
-                    f"model.name: layer {layer.name} (SpectralNormalization) changes its kernel in the forward pass,"
-                    " which elastic runs and virtual ranks cannot undo: leave it out"
-                )
         # Floats become means over all rows; counters and seeds advance once in a step, whatever its number of parts.
         self.reduction = reduction_of(model.optimizer)
         of_one_rank = hvd.weights_of_one_rank(model)

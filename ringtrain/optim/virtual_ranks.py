@@ -20,10 +20,8 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 
-from ringtrain import hvd
 from ringtrain.data.parts import Parts
 from ringtrain.errors import ConfigError, OutOfSync
-from ringtrain.hvd import train_step
 from ringtrain.hvd.keras_patches import reduction_of
 from ringtrain.hvd.reduction import scaled
 from ringtrain.hvd.step_timing import PLACE
@@ -231,16 +229,6 @@ class _Unseeded:
 
 def refuse_unlike(model: keras.Model, batch: Any) -> None:
     """Raises ConfigError for a model whose steps would depend on the number of ranks; `batch`: or its specs."""
-    if train_step.is_own(model):
-        raise ConfigError(
-            f"train.virtual_ranks: {type(model).__name__} has a train_step of its own, which updates weights once for"
-            " each virtual rank: leave out train.virtual_ranks, or override compute_loss instead"
-        )
-    for layer in hvd.synchronized_layers(model):
-        raise ConfigError(
-            f"train.virtual_ranks: layer {layer.name} (SyncBatchNormalization) would use the rows of real ranks: use"
-            " BatchNormalization"
-        )
     kept = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
     global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, _Unseeded())
     try:

@@ -9,14 +9,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ringtrain import data, hvd
+from ringtrain import combinations, data, hvd
 from ringtrain.checkpoint import model_state
 from ringtrain.derived import Numbers
-from ringtrain.errors import ConfigError
-from ringtrain.hvd.keras_patches import layers_of
 from ringtrain.protocol.cores import num_threads
 from ringtrain.run import consistency, devices, identity
-from ringtrain.run.context import Job, Run, Validation
+from ringtrain.run.context import Job, Run, Validation, classes_of
 from ringtrain.sources import script_model
 from ringtrain.sources.unlike import own_code
 
@@ -32,11 +30,9 @@ def job_of(
 ) -> Job:
     """Makes a compiled model ready for several ranks; notes what these must have in common. Collective."""
     train, test = data_set.train, data_set.test
-    is_shard = given.batch_per_rank or train.is_shard
-    if hvd.size() > 1 and not is_shard:
-        _refuse_stateful(model)
+    facts = _facts_of(run, given, train)
     validation = _validation_of(given, test, batch_size, prefix)
-    unlike = script_model.build(run, model, train, batch_size)
+    unlike = script_model.build(run, model, train, batch_size, facts)
     # Last: the tracing before it replaces parts of the step.
     plan = {**train.plan, **script_model.compile_by_xla(run, model, train)}
 
@@ -132,14 +128,19 @@ def _checksums(run: Run, model: keras.Model, data_set: data.DataSet) -> tuple[di
     return checksums, of_name
 
 
-def _refuse_stateful(model: keras.Model) -> None:
-    """Raises ConfigError for a layer that keeps a state for each row of a batch, of which ranks have parts."""
-    for layer in layers_of(model):
-        if isinstance(layer, keras.layers.RNN) and layer.stateful:
-            raise ConfigError(
-                f"ringtrain.fit: layer {layer.name} is stateful, with a state for each row of a whole batch, and a rank"
-                " trains a part of the rows: build the model for the rows of one rank, and pass batch_per_rank=True"
-            )
+def _facts_of(run: Run, given: data.FitArguments, train: data.NumberedRows | data.Stream) -> set[str]:
+    """Facts of the data and the arguments of `fit`, for the table of what does not go together."""
+    of_horovod = {"BroadcastGlobalVariablesCallback", "MetricAverageCallback"}
+    is_shard = given.batch_per_rank or train.is_shard
+    known = {
+        combinations.ELASTIC: run.strategy.ranks_change,  # where ranks join in the middle of what others have begun
+        combinations.SEVERAL_RANKS: hvd.size() > 1 and not is_shard,
+        combinations.BATCH_PER_RANK: given.batch_per_rank,
+        combinations.INITIAL_EPOCH: given.initial_epoch > 0,
+        combinations.UNKNOWN_LENGTH: train.may_end_early,
+        combinations.HOROVOD_CALLBACKS: any(classes_of(callback) & of_horovod for callback in given.callbacks),
+    }
+    return {fact for fact, is_so in known.items() if is_so}
 
 
 def _checksum_of_shapes(shapes: list[list[Any]]) -> str:

@@ -16,7 +16,7 @@ from ringtrain import data, hvd
 from ringtrain.checkpoint import callback_state
 from ringtrain.config import Config, changed_options, with_values
 from ringtrain.derived import Numbers
-from ringtrain.errors import ConfigError, OutOfSync
+from ringtrain.errors import OutOfSync
 from ringtrain.monitor import fault_injection
 from ringtrain.optim.optimizers import first_and_largest_rate
 from ringtrain.protocol.for_script import ForScript
@@ -66,8 +66,6 @@ def _job(run: Run, source: ScriptSource) -> Job:
     """The script's data, and its model with a distributed optimizer."""
     # `batch_size` counts the rows of all ranks, so that their number does not change what is trained.
     model, arguments = source.model, source.arguments
-    if run.strategy.ranks_change:
-        _refuse_in_elastic_job(arguments)
     batch_size = arguments.batch_size or data.BATCH_SIZE
     if arguments.batch_per_rank:
         batch_size *= run.strategy.num_copies
@@ -89,18 +87,6 @@ def _job(run: Run, source: ScriptSource) -> Job:
     if folder:
         write_below(Path(folder), arguments.callbacks)
     return job
-
-
-def _refuse_in_elastic_job(arguments: data.FitArguments) -> None:
-    # Ranks that join would wait in collectives which the others have behind them.
-    of_horovod = {"BroadcastGlobalVariablesCallback", "MetricAverageCallback"}
-    if any(classes_of(callback) & of_horovod for callback in arguments.callbacks):
-        raise ConfigError(f"ringtrain.fit: in an elastic job, leave out {' and '.join(sorted(of_horovod))}")
-    # The run's numbers must not depend on the number of ranks, which changes.
-    if arguments.batch_per_rank:
-        raise ConfigError("ringtrain.fit: batch_per_rank in an elastic job: give the batch_size of all ranks together")
-    if arguments.initial_epoch:
-        raise ConfigError("ringtrain.fit: initial_epoch in an elastic job: give the number of epochs that are left")
 
 
 def write_below(folder: Path, callbacks: Sequence[keras.callbacks.Callback]) -> None:

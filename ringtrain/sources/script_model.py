@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from ringtrain import data, hvd
-from ringtrain.config import changed_options
+from ringtrain import combinations, data, hvd
+from ringtrain.config import DEFAULTS, changed_options
 from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.hvd import train_step
 from ringtrain.hvd.distributed import undistribute
@@ -44,22 +44,31 @@ def seed_by_rank(model: keras.Model, seed: int) -> None:
     hvd.seed_globally_by_rank(seed)
 
 
-def build(run: Run, model: keras.Model, train: data.NumberedRows | data.Stream, batch_size: int) -> list[str]:
+def facts_of(model: keras.Model) -> set[str]:
+    """Facts of a model for the table of what does not go together."""
+    optimizers, layers, is_own = hvd.optimizers_of(model), layers_of(model), train_step.is_own(model)
+    accumulates = any(optimizer.gradient_accumulation_steps for optimizer in optimizers)
+    known = {
+        combinations.STEPS_PER_EXECUTION: model.steps_per_execution > 1,
+        combinations.DISTRIBUTED: any(map(distributed, optimizers)),
+        combinations.OWN_STEP: is_own,
+        combinations.ACCUMULATING_STEP: is_own and accumulates,
+        combinations.STATEFUL: any(isinstance(layer, keras.layers.RNN) and layer.stateful for layer in layers),
+        combinations.SPECTRAL: any(isinstance(layer, keras.layers.SpectralNormalization) for layer in layers),
+        combinations.SYNCHRONIZED: bool([*hvd.synchronized_layers(model)]),
+    }
+    return {fact for fact, is_so in known.items() if is_so}
+
+
+def build(
+    run: Run, model: keras.Model, train: data.NumberedRows | data.Stream, batch_size: int, facts: set[str]
+) -> list[str]:
     """Builds and distributes a compiled model; returns its parts whose results are not those of one process."""
     config, shares_state = run.config, run.strategy.shares_state
     on_device = devices.device_of_sums(config.device)
     if config.model.sync_batch_norm and not hvd.synchronize_batch_norm(model, on_device):
         raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
-    if shares_state and any(distributed(one) for one in hvd.optimizers_of(model)):
-        raise ConfigError(
-            "ringtrain.fit: virtual ranks and elastic jobs reduce gradients by themselves: leave out"
-            " hvd.DistributedOptimizer"
-        )
-    if run.strategy.ranks_change and train.may_end_early:
-        raise ConfigError(
-            "ringtrain.fit: an elastic job needs epochs of a known length: use assert_cardinality, or repeat() and"
-            " steps_per_epoch"
-        )
+    combinations.check(config, DEFAULTS, facts | facts_of(model))
     optimizers = hvd.optimizers_of(model)
     if len(optimizers) > 1 and innermost(model.optimizer).use_ema and not model.optimizer.built:
         raise ConfigError(
@@ -84,6 +93,8 @@ def build(run: Run, model: keras.Model, train: data.NumberedRows | data.Stream, 
             explain_shapes(model, error)
             raise
         model.built = True
+    of_built = facts_of(model) - {combinations.DISTRIBUTED}  # by now, all optimizers are
+    combinations.check(config, DEFAULTS, facts | of_built)
     run.strategy.share_rows(model, batch)
     if shares_state:
         return unlike_one_process(model, config.train.virtual_ranks > 0)

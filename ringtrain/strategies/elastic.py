@@ -23,8 +23,6 @@ from ringtrain.checkpoint import model_state, run_folder
 from ringtrain.checkpoint.callback_state import SharedCallbackState, Snapshot
 from ringtrain.config import Config
 from ringtrain.derived import num_shards
-from ringtrain.errors import ConfigError
-from ringtrain.hvd import train_step
 from ringtrain.optim.sums import SumsOverRanks
 from ringtrain.protocol import failures
 from ringtrain.run import console, devices, evaluation, run_files
@@ -168,14 +166,6 @@ class Elastic(Ring):
         return super().sums() or SumsOverRanks()
 
     def share_rows(self, model: keras.Model, batch: Any) -> None:
-        if model.steps_per_execution > 1:
-            raise ConfigError("steps_per_execution: an elastic job commits each step by itself: compile it with 1")
-        accumulates = any(one.gradient_accumulation_steps for one in hvd.optimizers_of(model))
-        if accumulates and train_step.is_own(model):
-            raise ConfigError(
-                f"gradient_accumulation_steps: in an elastic job, {type(model).__name__}.train_step would accumulate"
-                " gradients of a rank that may be lost: leave it out"
-            )
         super().share_rows(model, batch)
         model.train_function = None  # an earlier one makes another step
 

@@ -107,24 +107,29 @@ VALUES = {
 
 @pytest.mark.parametrize("first", combinations.NOT_TOGETHER)
 def test_options_that_do_not_go_together_are_refused_in_either_order(first):
-    def value_for(condition: str) -> tuple[str, Any]:
+    def value_for(condition: str) -> dict[str, Any]:
         option, _, word = condition.partition(" ")
+        if option not in option_types():
+            return {}  # a fact
         values = {"ps": "ps-sync", "powersgd": "powersgd:2"}
         value = values.get(word, word) or VALUES.get(option, {bool: True}.get(option_types().get(option), 2))
-        return option, value
+        return {option: value}
 
     for other in combinations.NOT_TOGETHER[first]:
-        alone = dict([value_for(other)])
-        with_values(Config(), alone)
-        if first == combinations.ELASTIC:
-            with pytest.raises(
-                ConfigError, match=f"^an elastic job and {other.partition(' ')[0]}.* do not go together"
-            ):
-                combinations.check(with_values(Config(), alone), DEFAULTS, [combinations.ELASTIC])
+        of_first, of_other = value_for(first), value_for(other)
+        with_values(Config(), of_first)
+        with_values(Config(), of_other)
+        if of_first and of_other:
+            with pytest.raises(ConfigError, match="do not go together: leave one out"):
+                with_values(Config(), of_other | of_first)
             continue
-        with_values(Config(), dict([value_for(first)]))
-        with pytest.raises(ConfigError, match="do not go together: leave one out"):
-            with_values(Config(), alone | dict([value_for(first)]))
+        assert other in combinations.ADVICE or of_other
+        config, facts = with_values(Config(), of_other | of_first), {first, other}
+        combinations.check(with_values(Config(), of_other), DEFAULTS, {other})
+        combinations.check(with_values(Config(), of_first), DEFAULTS, {first})
+        words = f"^{first.partition(' ')[0]}.* and {other.partition(' ')[0]}.* do not go together"
+        with pytest.raises(ConfigError, match=words):
+            combinations.check(config, DEFAULTS, facts - option_types().keys())
 
 
 @pytest.mark.parametrize("text", BAD_FILES)

@@ -23,7 +23,6 @@ from ringtrain import data, hvd
 from ringtrain.config import Config
 from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError
-from ringtrain.hvd import train_step
 from ringtrain.hvd.distributed import distribute
 from ringtrain.hvd.keras_patches import set_untracked
 from ringtrain.monitor import fault_injection, journal
@@ -152,11 +151,6 @@ class ParameterServers(Strategy):
         raise NotImplementedError
 
     def create_variables(self, model: keras.Model, train: data.NumberedRows, rows_per_step: int) -> None:
-        if train_step.is_own(model):
-            raise ConfigError(
-                f"strategy.name: {self.config.strategy.name} makes steps of its own, and {type(model).__name__} has a"
-                f" train_step: train it with ring"
-            )
         create_variables(model, self)
         counter = model.optimizer._iterations
         # Keras reads the counter and assigns it plus 1, which would count two concurrent updates as one.
