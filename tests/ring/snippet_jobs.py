@@ -52,9 +52,11 @@ def snippets() -> None:
     exec(snippet("README.md", "import ringtrain.hvd as hvd  # was:"), horovod)
     hvd.check_in_sync(horovod["model"])
 
-    loop = _given(model=dense(), loss_fn=keras.losses.MeanSquaredError())
-    small, in_order = ("batch(32", "batch(10"), (".shuffle(1024, seed=0)", "")
-    exec(snippet("docs/from-keras.md", "import ringtrain.hvd as hvd\n", small, in_order), loop)
+    small, in_order = ("batch(32", "batch(10"), (".shuffle(1024, seed=int(epoch))", "")
+    for end in ("epoch < 1", "epoch < 2"):  # the second resumes after the first epoch
+        loop = _given(model=dense(), loss_fn=keras.losses.MeanSquaredError())
+        exec(snippet("docs/from-keras.md", "import ringtrain.hvd as hvd\n", small, in_order, ("epoch < 2", end)), loop)
+    assert int(loop["optimizer"].iterations) == 10
     alone = dense()
     alone.compile(keras.optimizers.Adam(0.01), "mse")
     alone.fit(X, Y, batch_size=20, epochs=2, shuffle=False, verbose=0)
