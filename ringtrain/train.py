@@ -231,6 +231,7 @@ def agree(run: Run) -> Mapping[str, Any]:
     # A complete run stays as it is, but its mirror may lack the last files.
     if summary:
         run.is_complete, run.folder = True, Path(run.config.run.directory) / run.config.run.name
+        console.show_complete(console.terminal_of(run), run.folder, summary)
         with run.signals:
             _end(run)
         return summary

@@ -254,6 +254,20 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return summary if isinstance(summary, dict) else {}
 
 
+def look_for_lost_checkpoints(folder: Path | None, num_steps: int) -> None:
+    """Raises RunDirectoryError for a complete run without checkpoints; says of another one that it begins anew."""
+    if folder is None:
+        return
+    if read_summary(folder).get("global_step", -1) >= num_steps:
+        raise RunDirectoryError(
+            f"{folder}: is complete, but has no checkpoint any more, so that training would begin anew and replace its"
+            f" results: choose another name, or delete the folder"
+        )
+    if records_of(folder):
+        text = f"{folder} has metrics, but no checkpoint any more: training begins anew, and replaces them"
+        print(f"ringtrain: {text}", file=sys.stderr, flush=True)
+
+
 def plain(value: Any) -> Any:
     """Returns a value that JSON can represent: non-finite numbers become None."""
     if isinstance(value, Mapping):

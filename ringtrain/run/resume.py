@@ -18,7 +18,7 @@ from ringtrain import hvd
 from ringtrain.checkpoint import callback_state, checkpoint, model_state, run_folder
 from ringtrain.config import Config
 from ringtrain.derived import Numbers
-from ringtrain.errors import CheckpointError, ConfigError, RunDirectoryError
+from ringtrain.errors import CheckpointError, ConfigError
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.run import console, identity
 from ringtrain.run.clock import Start
@@ -40,7 +40,6 @@ def started_again(config: Config, attempt: Attempt) -> Config:
 def restore(run: Run) -> tuple[Start, Mapping[str, Any]]:
     """Restores the newest checkpoint, if there is one; returns the start, and summary.json of a complete run."""
     config, job, numbers = run.config, run.job, run.job.numbers
-    common = identity.in_common(config, numbers, job.checksums, job.of_name)
 
     # From rank 0's disk: the ranks need no common one.
     def find() -> tuple[checkpoint.Checkpoint | None, Start]:
@@ -48,9 +47,10 @@ def restore(run: Run) -> tuple[Start, Mapping[str, Any]]:
             return None, Start()
         newest, start = _find(config)
         if newest is not None:
+            common = identity.in_common(config, numbers, job.checksums, job.of_name)
             identity.require_same(newest, common, config, numbers)
         elif config.run.resume != "never":  # with that, an existing folder is refused later
-            _look_for_lost_checkpoints(run.lock.folder, numbers.num_steps)
+            run_folder.look_for_lost_checkpoints(run.lock.folder, numbers.num_steps)
         return newest, start
 
     newest, start = hvd.run_together(find)
@@ -129,22 +129,8 @@ def _with_frozen_layers(job: Job, start: Start, is_complete: bool) -> Start:
     return dataclasses.replace(start, frozen_as_compiled=frozen)
 
 
-def _look_for_lost_checkpoints(folder: Path | None, num_steps: int) -> None:
-    """Raises RunDirectoryError for a complete run without checkpoints; says of another one that it begins anew."""
-    if folder is None:
-        return
-    if run_folder.read_summary(folder).get("global_step", -1) >= num_steps:
-        raise RunDirectoryError(
-            f"{folder}: is complete, but has no checkpoint any more, so that training would begin anew and replace its"
-            f" results: choose another name, or delete the folder"
-        )
-    if run_folder.records_of(folder):
-        text = f"{folder} has metrics, but no checkpoint any more: training begins anew, and replaces them"
-        print(f"ringtrain: {text}", file=sys.stderr, flush=True)
-
-
 def complete_summary(run: Run, start: Start, is_trained: bool) -> Mapping[str, Any]:
-    """Summary of a run with nothing left to train or to export, which rank 0 then prints; else {}. Collective."""
+    """Summary of a run with nothing left to train or to export, else {}. Collective."""
     folder = run.lock.folder
 
     def read() -> Mapping[str, Any]:
@@ -161,10 +147,7 @@ def complete_summary(run: Run, start: Start, is_trained: bool) -> Mapping[str, A
             return summary
         return {}
 
-    summary = hvd.on_rank_0(read)
-    if summary and folder is not None:
-        console.show_complete(console.terminal_of(run), folder, summary)
-    return summary
+    return hvd.on_rank_0(read)
 
 
 def callbacks_of(folder: Path) -> callback_state.State:

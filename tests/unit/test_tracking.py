@@ -20,7 +20,7 @@ from ringtrain.checkpoint import run_folder
 from ringtrain.config import Config, RunConfig
 from ringtrain.errors import RunDirectoryError
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import resume, run_files
+from ringtrain.run import run_files
 
 
 def test_default_name_says_what_and_when(monkeypatch):
@@ -57,7 +57,7 @@ def test_a_folder_with_checkpoints_is_a_run_also_without_its_configuration(tmp_p
 
 
 def test_a_complete_run_without_checkpoints_is_not_trained_again(tmp_path, capsys):
-    look = resume._look_for_lost_checkpoints
+    look = run_folder.look_for_lost_checkpoints
     look(None, 20)
     look(tmp_path, 20)
     assert not capsys.readouterr().err
