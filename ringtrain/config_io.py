@@ -14,6 +14,7 @@ from ringtrain import config_help
 from ringtrain.config import OPTIONS, Config, nearest, option_types, value_of, with_values
 from ringtrain.errors import ConfigError
 from ringtrain.options import Parser, add
+from ringtrain.protocol.for_script import RUN, ForScript
 
 PROGRAM = "python -m ringtrain.train"
 
@@ -122,6 +123,23 @@ def from_tables(tables: Mapping[str, Any], path: str) -> Config:
         return with_values(Config(), values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def of_command(config: Config) -> Config:
+    """Configuration with the options and the folder that a command such as `ringtrain sweep` has chosen."""
+    from_command = ForScript.from_environment()
+    types, values = option_types(), {}
+    for name, value in from_command.options.items():
+        if name not in types:
+            raise ConfigError(f"{from_command.by}: unknown option {name}: {nearest(name, list(types))}")
+        values[name] = checked(from_command.by, name, value, types[name])
+    if from_command.folder:
+        if config.run.resume != "auto":
+            raise ConfigError(
+                f"run.resume: got {config.run.resume} under {from_command.by}, whose runs resume: leave it out"
+            )
+        values |= {"run.directory": from_command.folder, "run.name": RUN, "run.mirror": ""}
+    return with_values(config, values)
 
 
 def to_toml(config: Config) -> str:

@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain import config_io, strategies
-from ringtrain.config import Config, nearest, option_types, with_values
-from ringtrain.errors import CheckpointError, ConfigError, RingtrainError
+from ringtrain.config import Config
+from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.monitor import journal
 from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.protocol.for_script import RUN, ForScript
 from ringtrain.protocol.launchers import launched_rank
 from ringtrain.run import consistency, console, devices, log_capture, run_files, step_monitor
 from ringtrain.run.context import Job, Opening, Run, Source
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     stages = journal.Stages()
     try:
-        return _walk(_of_command(config_io.read(sys.argv[1:] if argv is None else argv)), stages)[1]
+        return _walk(config_io.of_command(config_io.read(sys.argv[1:] if argv is None else argv)), stages)[1]
     except RingtrainError as error:
         # An error on one rank is raised on every rank (hvd.run_together). Rank 0 prints it, and launchers end the job
         # when the first rank exits. A rank that still runs after this pause has an error of its own.
@@ -63,23 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         failures.report_failure(error, rank, exit_code=2, with_traceback=False)
         print(f"ringtrain: {error}", file=sys.stderr)
         return 2
-
-
-def _of_command(config: Config) -> Config:
-    """Configuration with the options and the folder that a command such as `ringtrain sweep` has chosen."""
-    from_command = ForScript.from_environment()
-    types, values = option_types(), {}
-    for name, value in from_command.options.items():
-        if name not in types:
-            raise ConfigError(f"{from_command.by}: unknown option {name}: {nearest(name, list(types))}")
-        values[name] = config_io.checked(from_command.by, name, value, types[name])
-    if from_command.folder:
-        if config.run.resume != "auto":
-            raise ConfigError(
-                f"run.resume: got {config.run.resume} under {from_command.by}, whose runs resume: leave it out"
-            )
-        values |= {"run.directory": from_command.folder, "run.name": RUN, "run.mirror": ""}
-    return with_values(config, values)
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -336,28 +318,10 @@ def _end(run: Run, exit_code: int = 0, ends_s: float = math.inf) -> None:
     """Completes the run's mirror, and gives back what this job holds: folder, other processes."""
     # Whatever becomes of the mirror, the folder is free for the next run, and servers and workers end.
     try:
-        _finish_mirror(run, exit_code, ends_s)
+        run_files.finish_mirror(run, exit_code, ends_s)
     finally:
         run.lock.release()
         run.strategy.end(exit_code)
-
-
-def _finish_mirror(run: Run, exit_code: int, ends_s: float) -> None:
-    """Waits until the run's mirror has all of it. Collective; raises CheckpointError, or reports it after a signal."""
-    if not run.config.run.mirror:
-        return
-
-    def finish() -> None:
-        if run.lock.mirror is None:  # not on rank 0
-            return
-        try:
-            run.lock.mirror.finish(run.folder, ends_s)
-        except CheckpointError as error:
-            if not exit_code:
-                raise
-            print(f"ringtrain: {error}", file=sys.stderr, flush=True)  # the exit code asks to be started again
-
-    run.strategy.together(finish)
 
 
 if __name__ == "__main__":

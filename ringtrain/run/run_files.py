@@ -15,7 +15,7 @@ from ringtrain import config_io
 from ringtrain.checkpoint import checkpoint, durable, run_folder
 from ringtrain.config import Config
 from ringtrain.derived import Numbers
-from ringtrain.errors import ConfigError, DataError, RunDirectoryError
+from ringtrain.errors import CheckpointError, ConfigError, DataError, RunDirectoryError
 from ringtrain.protocol import failures
 from ringtrain.run import log_capture
 from ringtrain.run.context import Opening
@@ -178,3 +178,21 @@ def _take_over_mirror(run: Run, folder: Path) -> None:
             lock.mirror = None
         text = f"{error}: nothing more is copied there; when training is over, the same command copies what is missing"
         print(f"ringtrain: {text}", file=sys.stderr, flush=True)
+
+
+def finish_mirror(run: Run, exit_code: int, ends_s: float) -> None:
+    """Waits until the run's mirror has all of it. Collective; raises CheckpointError, or reports it after a signal."""
+    if not run.config.run.mirror:
+        return
+
+    def finish() -> None:
+        if run.lock.mirror is None:  # not on rank 0
+            return
+        try:
+            run.lock.mirror.finish(run.folder, ends_s)
+        except CheckpointError as error:
+            if not exit_code:
+                raise
+            print(f"ringtrain: {error}", file=sys.stderr, flush=True)  # the exit code asks to be started again
+
+    run.strategy.together(finish)
