@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -135,7 +134,7 @@ def commands() -> dict[str, Command]:
     """All commands by name, in the order of the help."""
     from ringtrain.lab.commands import COMMANDS
 
-    return {"train": TRAIN, "launch": LAUNCH, **COMMANDS, "hosts": HOSTS, "doctor": DOCTOR, "schema": SCHEMA}
+    return {"train": TRAIN, "launch": LAUNCH, **COMMANDS, "hosts": HOSTS, "doctor": DOCTOR}
 
 
 def complete() -> None:
@@ -243,7 +242,7 @@ LAUNCH = Command(
 )
 
 
-# ---- hosts, doctor and schema ---------------------------------------------------------------------------------------
+# ---- hosts and doctor ------------------------------------------------------------------------------------------------
 
 
 def hosts(given: Given) -> int:
@@ -283,13 +282,6 @@ def check_trainer(words: Sequence[str]) -> None:
     setup.find(config_io.read(words))
 
 
-def schema(given: Given) -> int:
-    from ringtrain import config_help
-
-    print(json.dumps(config_help.schema(), indent=1))
-    return 0
-
-
 HOSTS = Command(
     "print the hosts that a launch would use",
     add=lambda parser: add_options(parser, [HostOptions], without=("ssh_port", "subnet")),
@@ -304,11 +296,6 @@ DOCTOR = Command(
     doctor,
     usage="ringtrain doctor [options] [-- python own.py]",
     takes_words=True,
-)
-SCHEMA = Command(
-    "print the JSON schema of the configuration",
-    "Prints the JSON schema of the configuration, from which editors complete a TOML file.",
-    run=schema,
 )
 
 

@@ -1,4 +1,4 @@
-"""Texts about the configuration that follow from config.py: help, words for completion, JSON schema."""
+"""Texts about the configuration that follow from config.py: help, and words for completion."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import shutil
 import textwrap
 import types
 from collections.abc import Sequence
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from ringtrain import combinations
-from ringtrain.config import OPTIONS, RULES, Config, nearest, option_types, value_of
+from ringtrain.config import OPTIONS, Config, nearest, option_types, value_of
 from ringtrain.errors import ConfigError
 from ringtrain.options import Parser, add
 
@@ -32,7 +32,6 @@ GENERAL = "general"
 """section of the options that have none"""
 ALL = "all"
 """word for all sections"""
-JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 
 @functools.cache
@@ -102,39 +101,3 @@ def help_parser(words: Sequence[str], config: Config, usage: str, description: s
             listed = [option for option in OPTIONS.values() if option.name.rpartition(".")[0] == prefix]
             add(group, listed, values=values)
     return parser
-
-
-# ---- JSON schema ----------------------------------------------------------------------------------------------------
-
-
-def schema() -> dict[str, Any]:
-    """JSON schema (draft 7) of a configuration file, for editors. The trainer alone checks options together."""
-    defaults = Config()
-    whole = _table("Configuration of ringtrain.train")
-    for name, text in sections().items():
-        if name != GENERAL:
-            whole["properties"][name] = _table(text)
-    for option, kind in option_types().items():
-        section, _, key = option.rpartition(".")
-        schema = {"description": texts()[option], **_schema_of(kind)}
-        rule = RULES.get(option)
-        if rule:
-            schema["description"] += f" ({rule.text})"
-            schema |= rule.schema
-        default = value_of(defaults, option)
-        schema["default"] = list(default) if isinstance(default, tuple) else default
-        table = whole["properties"][section] if section else whole
-        table["properties"][key] = schema
-    return {"$schema": "http://json-schema.org/draft-07/schema#"} | whole
-
-
-def _table(text: str) -> dict[str, Any]:
-    return {"description": text, "type": "object", "additionalProperties": False, "properties": {}}
-
-
-def _schema_of(kind: Any) -> dict[str, Any]:
-    if get_origin(kind) is Literal:
-        return {"enum": list(get_args(kind))}
-    if get_origin(kind) is tuple:
-        return {"type": "array", "items": _schema_of(get_args(kind)[0])}
-    return {"type": JSON_TYPES[kind]}

@@ -20,49 +20,28 @@ class Need(NamedTuple):
     is_met: Callable[[Any], bool]
 
 
-def _or(other: float, **schema: float) -> dict[str, Any]:
-    return {"anyOf": [{"const": other}, schema]}
-
-
-FINITE = Rule("a number from 0 on", lambda value: 0 <= value < math.inf, {"minimum": 0})
-FINITE_OR_UNSET = Rule("0 or more, or -1", lambda value: value == -1 or 0 <= value < math.inf, _or(-1, minimum=0))
-ABOVE_0 = Rule("a number above 0", lambda value: 0 < value < math.inf, {"exclusiveMinimum": 0})
-SHARE = Rule("0 to 1", lambda value: 0 <= value <= 1, {"minimum": 0, "maximum": 1})
-BELOW_1 = Rule("0 up to 1, 1 excluded", lambda value: 0 <= value < 1, {"minimum": 0, "exclusiveMaximum": 1})
-FACTOR_OR_0 = Rule(
-    "0, or a number above 1", lambda value: value == 0 or 1 < value < math.inf, _or(0, exclusiveMinimum=1)
-)
+FINITE = Rule("a number from 0 on", lambda value: 0 <= value < math.inf)
+FINITE_OR_UNSET = Rule("0 or more, or -1", lambda value: value == -1 or 0 <= value < math.inf)
+ABOVE_0 = Rule("a number above 0", lambda value: 0 < value < math.inf)
+SHARE = Rule("0 to 1", lambda value: 0 <= value <= 1)
+BELOW_1 = Rule("0 up to 1, 1 excluded", lambda value: 0 <= value < 1)
+FACTOR_OR_0 = Rule("0, or a number above 1", lambda value: value == 0 or 1 < value < math.inf)
 POWERS_OF_2 = [2**exponent for exponent in range(13)]
-POWER_OF_2_OR_0 = Rule(
-    "0, or 1, 2, 4, ... up to 4096", lambda value: value == 0 or value in POWERS_OF_2, {"enum": [0, *POWERS_OF_2]}
-)
-SEED = Rule("0 to 4294967295", lambda value: 0 <= value < 2**32, {"minimum": 0, "maximum": 2**32 - 1})
-PIXELS_OR_0 = Rule("0, or 4 or more", lambda value: value == 0 or value >= 4, _or(0, minimum=4))
-FOLDER_NAME = Rule(
-    "a name, not a path",
-    lambda value: "/" not in value and value not in (".", ".."),
-    {"pattern": r"^(?!\.{1,2}$)[^/]*$"},
-)
+POWER_OF_2_OR_0 = Rule("0, or 1, 2, 4, ... up to 4096", lambda value: value == 0 or value in POWERS_OF_2)
+SEED = Rule("0 to 4294967295", lambda value: 0 <= value < 2**32)
+PIXELS_OR_0 = Rule("0, or 4 or more", lambda value: value == 0 or value >= 4)
+FOLDER_NAME = Rule("a name, not a path", lambda value: "/" not in value and value not in (".", ".."))
 DEVICE = Rule(
-    "cpu:0, gpu:0, gpu:1, ...",
-    lambda value: value == "cpu:0" or (value[:4] == "gpu:" and value[4:].isdecimal()),
-    {"pattern": "^(cpu:0|gpu:[0-9]+)$"},
+    "cpu:0, gpu:0, gpu:1, ...", lambda value: value == "cpu:0" or (value[:4] == "gpu:" and value[4:].isdecimal())
 )
-SPLITS = "|(layers|columns):([2-9]|[1-9][0-9]+)"
 SPLIT = Rule(
     "layers:2, columns:2, ...",
-    lambda value: re.fullmatch(SPLITS, value) is not None,
-    {"pattern": f"^({SPLITS})$"},
+    lambda value: re.fullmatch("|(layers|columns):([2-9]|[1-9][0-9]+)", value) is not None,
 )
-COMPRESSION = Rule(
-    compressions.EXAMPLES,
-    lambda value: re.fullmatch(compressions.PATTERN, value) is not None,
-    {"pattern": f"^({compressions.PATTERN})$"},
-)
+COMPRESSION = Rule(compressions.EXAMPLES, lambda value: re.fullmatch(compressions.PATTERN, value) is not None)
 ASCENDING_EPOCHS = Rule(
     "epochs above 0, each after the one before",
     lambda value: all(0 < one < math.inf for one in value) and list(value) == sorted(set(value)),
-    {"items": {"type": "number", "exclusiveMinimum": 0}, "uniqueItems": True},  # it has no keyword for their order
 )
 
 

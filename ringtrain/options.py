@@ -47,13 +47,12 @@ class Argument(NamedTuple):
     """its value may begin with "--", as an option of another program"""
 
 
-@dataclass(frozen=True, eq=False)  # in Annotated it must have a hash, which its schema has not
+@dataclass(frozen=True)
 class Rule:
-    """Values that an option may have, in words, the check of a value, and keywords of JSON schema that say the same."""
+    """Values that an option may have, in words, and the check of a value."""
 
     text: str
     holds: Callable[[Any], bool]
-    schema: Mapping[str, Any]
 
 
 class NotWith(NamedTuple):
@@ -64,11 +63,11 @@ class NotWith(NamedTuple):
 
 def at_least(least: int) -> Rule:
     """Rule of a number with a lower limit."""
-    return Rule(f"{least} or more", lambda value: value >= least, {"minimum": least})
+    return Rule(f"{least} or more", lambda value: value >= least)
 
 
 AT_LEAST_0, AT_LEAST_1 = at_least(0), at_least(1)
-SECONDS = Rule("a number of seconds above 0", lambda value: 0 < value < math.inf, {"exclusiveMinimum": 0})
+SECONDS = Rule("a number of seconds above 0", lambda value: 0 < value < math.inf)
 N, X, FILE, LIST, NAME = Argument("N"), Argument("X"), Argument("FILE"), Argument("LIST"), Argument("NAME")
 
 

@@ -22,7 +22,6 @@ HEAD = f"""\
 #   ringtrain train --config {CONFIG}              in one process
 #   ringtrain train -np 2 --config {CONFIG}        on two ranks
 # The command line wins over this file: --train.epochs 20. All options: ringtrain train --help all
-# For completion in an editor: ringtrain schema > schema.json, and as the first line here: #:schema ./schema.json
 """
 
 

@@ -1,21 +1,16 @@
-"""Help by section, completion in the shell and the JSON schema: all say what config.py says."""
+"""Help by section and completion in the shell: all say what config.py says."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shlex
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ringtrain import cli, config_help, config_io
-from ringtrain.config import RULES, Config, changed_options, option_types, value_of
+from ringtrain.config import Config, changed_options, option_types, value_of
 from ringtrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -160,90 +155,3 @@ def test_bash_completes_commands_options_and_values() -> None:
 def test_the_documented_line_is_the_one_that_was_tested() -> None:
     page = (ROOT / "docs" / "installation.md").read_text()
     assert BASH.splitlines()[1] in page
-
-
-# ---- JSON schema ----------------------------------------------------------------------------------------------------
-
-
-def valid(value: Any, schema: dict[str, Any]) -> bool:
-    """Whether JSON schema allows a value: the keywords that ours has."""
-    kinds = {"integer": int, "number": (int, float), "string": str, "boolean": bool, "array": list, "object": dict}
-    checks = {
-        "type": lambda kind: isinstance(value, kinds[kind]) and isinstance(value, bool) == (kind == "boolean"),
-        "enum": lambda allowed: value in allowed,
-        "const": lambda only: value == only,
-        "minimum": lambda least: value >= least,
-        "maximum": lambda most: value <= most,
-        "exclusiveMinimum": lambda below: value > below,
-        "exclusiveMaximum": lambda above: value < above,
-        "pattern": lambda pattern: re.search(pattern, value) is not None,
-        "items": lambda inner: all(valid(one, inner) for one in value),
-        "uniqueItems": lambda _: len({*value}) == len(value),
-        "anyOf": lambda several: any(valid(value, one) for one in several),
-        "properties": lambda known: all(valid(value[key], known[key]) for key in value if key in known),
-        "additionalProperties": lambda allowed: allowed or value.keys() <= schema["properties"].keys(),
-        **dict.fromkeys(("description", "default", "$schema"), lambda _: True),
-    }
-    return all(checks[keyword](setting) for keyword, setting in schema.items())
-
-
-def schema_of(option: str) -> dict[str, Any]:
-    schema = config_help.schema()
-    for key in option.split("."):
-        schema = schema["properties"][key]
-    return schema
-
-
-def test_the_schema_is_printed_and_has_every_option_with_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["schema"]) == 0
-    schema = json.loads(capsys.readouterr().out)
-    assert schema == config_help.schema()
-    names = [
-        f"{section}.{key}" if "properties" in table else section
-        for section, table in schema["properties"].items()
-        for key in table.get("properties", [""])
-    ]
-    assert sorted(names) == sorted(option_types())
-    for option in option_types():
-        found, value = schema_of(option), value_of(Config(), option)
-        assert found["description"].startswith(config_help.texts()[option]) and config_help.texts()[option]
-        assert found["default"] == (list(value) if isinstance(value, tuple) else value)
-        assert valid(found["default"], found)
-
-
-PROBES = {
-    int: [-2, -1, 0, 1, 2, 3, 4, 15, 16, 17, 2**32 - 1, 2**32],
-    float: [-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 4.0, 1e30],
-    str: ["", ".", "..", "...", ".a", "a/b", "/", "a b", "cpu:0", "cpu:1", "gpu:0", "gpu:12", "gpu:", "gpu:x"],
-}
-LISTS = [[], [1.0], [1.0, 2.0], [0.0], [-1.0, 2.0], [2.0, 2.0]]
-
-
-@pytest.mark.parametrize("option", RULES)
-def test_limits_of_the_schema_are_those_of_the_rule(option: str) -> None:
-    for value in PROBES.get(option_types()[option], LISTS):
-        assert valid(value, schema_of(option)) == RULES[option].holds(value), (option, value)
-
-
-@pytest.mark.parametrize("recipe", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.name)
-def test_recipes_are_valid_and_a_mistake_in_them_is_not(recipe: Path) -> None:
-    tables, schema = tomllib.loads(recipe.read_text()), config_help.schema()
-    assert valid(tables, schema)
-    for section, key, value in (
-        ("train", "epoch", 3),
-        ("train", "epochs", "3"),
-        ("hvd", "op", "sum"),
-        ("trian", "", {}),
-    ):
-        wrong = {**tables, section: {**tables.get(section, {}), key: value} if key else value}
-        assert not valid(wrong, schema), (section, key)
-
-
-def test_the_first_configuration_names_the_schema() -> None:
-    from ringtrain.lab.init import config_text
-
-    (command,) = re.findall(r"(ringtrain schema) > schema.json", config_text())
-    ended = subprocess.run(
-        [sys.executable, "-m", *shlex.split(command)], cwd=ROOT, env={**os.environ}, capture_output=True, check=True
-    )
-    assert json.loads(ended.stdout) == config_help.schema()
