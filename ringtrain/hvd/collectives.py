@@ -248,6 +248,8 @@ def allgather_object(
     """
     if not tf.executing_eagerly():
         return horovod.allgather_object(obj, session=session, name=name, process_set=process_set)
+    if process_set.size() == 1:  # else it would wait for a cycle of Horovod's thread
+        return [obj]
     if WITH_HOROVOD:
         with tf.device(CPU):
             pickled = tf.constant(np.frombuffer(cloudpickle.dumps((name, obj)), np.uint8))
@@ -275,6 +277,8 @@ def broadcast_object(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Returns the object of `root_rank` on every rank; other arguments as in `allgather_object`."""
+    if tf.executing_eagerly() and process_set.size() == 1:
+        return obj
     with tf.device(CPU):
         return horovod.broadcast_object(obj, root_rank, session=session, name=name, process_set=process_set)
 

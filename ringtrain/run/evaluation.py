@@ -318,6 +318,8 @@ def means_over_ranks(logs: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]
 def sums_over_ranks(arrays: Sequence[NDArray[Any]], name: str) -> list[NDArray[np.float64]]:
     """Sum of each array over the ranks, in one allreduce. Collective."""
     parts = [np.asarray(array, np.float64) for array in arrays]
+    if hvd.size() == 1:
+        return parts
     total = hvd.allreduce(np.concatenate([part.reshape(-1) for part in parts]), op=hvd.Sum, name=name).numpy()
     ends = np.cumsum([part.size for part in parts])[:-1]
     return [sums.reshape(part.shape) for sums, part in zip(np.split(total, ends), parts, strict=True)]
