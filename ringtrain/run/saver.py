@@ -86,6 +86,10 @@ class Saver(keras.callbacks.Callback):
         self.wait()  # for the previous save, so that states do not pile up in memory
         hvd.run_together(lambda: self._require_finite(step))
         files = model_state.gathered(self.model, is_in_epoch=not self.clock.epoch_complete)
+        facts: dict[str, Any] = {}
+        if files:  # on rank 0
+            facts, arrays = self._facts()
+            files["state"] |= arrays
         self.saved_step = step
         stall_s = time.perf_counter() - begin_s
         self.saves["count"] += 1
@@ -93,8 +97,6 @@ class Saver(keras.callbacks.Callback):
         self.saves["longest_stall_s"] = max(stall_s, self.saves["longest_stall_s"])
         self.journal.write("save", global_step=step, stall_s=stall_s)
         if files:  # last: the writer then needs a core, and there may be none to spare
-            facts, arrays = self._facts()
-            files["state"] |= arrays
             self._written = self._writer.submit(self._write, step, files, facts)
 
     def finish(self) -> None:
