@@ -267,19 +267,7 @@ def doctor(given: Given) -> int:
     from ringtrain.cluster.doctor import preflight
     from ringtrain.cluster.launch import find_hosts
 
-    options = read(preflight.Options, given.values)
-    script = next((word for word in given.command if word.endswith(".py")), "")
-    if given.command and not script:
-        check_trainer(given.command)
-    return preflight.main(find_hosts(LaunchOptions.of(given))[0], replace(options, script=script))
-
-
-def check_trainer(words: Sequence[str]) -> None:
-    """Raises an error for options of the trainer that are wrong, or name what is not there."""
-    from ringtrain import config_io
-    from ringtrain.run import setup
-
-    setup.find(config_io.read(words))
+    return preflight.main(find_hosts(LaunchOptions.of(given))[0], read(preflight.Options, given.values))
 
 
 HOSTS = Command(
@@ -289,13 +277,10 @@ HOSTS = Command(
 )
 DOCTOR = Command(
     "check hosts, with a fix for each problem",
-    "Checks every host, and the script of a job after --: that it is there, compiles, and can import its modules."
-    " Without hosts: those of the scheduler's job, else this machine. Exit code: 0 all is ok, 1 there are warnings, 2"
-    " there are errors.",
+    "Checks every host. Without hosts: those of the scheduler's job, else this machine. Exit code: 0 all is ok, 1 there"
+    " are warnings, 2 there are errors.",
     add_doctor,
     doctor,
-    usage="ringtrain doctor [options] [-- python own.py]",
-    takes_words=True,
 )
 
 

@@ -69,9 +69,6 @@ def test_hosts_that_are_well_and_the_table_that_says_so(make_lab, job):
     assert cells(report, "name") == [hosts.address(name) for name in hosts.names]
     assert cells(report, "shared") == ["yes"] * 3
     assert [host["remote"] for host in report["hosts"]] == [False, True, True]
-    for host in report["hosts"]:
-        offset_s, uncertain_s = host["clock_s"]
-        assert abs(offset_s) <= uncertain_s, "all hosts have this machine's clock"
     table = doctor(hosts, job)
     assert re.search(r"^ssh +here \(host1\), ok \(host2, host3\)$", table.stdout, re.MULTILINE)
     assert "all hosts are in 10.77.0.0/24: ringtrain launch --subnet 10.77.0.0/24" in table.stdout
@@ -81,10 +78,9 @@ def test_hosts_that_are_well_and_the_table_that_says_so(make_lab, job):
 
 def test_the_commands_of_the_page(two_hosts, job):
     shutil.copytree(launching.ROOT / "hostfiles", job / "hostfiles")
-    (job / "own.py").write_text("import json\n")
     page = (launching.ROOT / "docs" / "doctor.md").read_text()
     commands = re.findall(r"^ringtrain doctor.*$", page, re.MULTILINE)
-    assert len(commands) == 4
+    assert len(commands) == 3
     for command in commands:
         words = command.replace("ringtrain", f"{sys.executable} -m ringtrain", 1)
         ended = two_hosts.run("host1", ["sh", "-c", words], TIMEOUT_S, env={"PYTHONPATH": str(job)}, cwd=job)

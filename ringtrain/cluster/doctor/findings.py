@@ -21,8 +21,6 @@ class Probe:
     facts: Facts | None = None  # from probe.facts; None: the host did not answer
     error: str = ""  # why the host did not answer, as ssh reports it
     remote: bool = True  # reached over ssh; False: this machine
-    clock_s: tuple[float, float] | None = None
-    """offset of its clock from this machine's (positive: ahead), and the uncertainty"""
 
 
 @dataclass(frozen=True)

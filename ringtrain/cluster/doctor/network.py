@@ -1,4 +1,4 @@
-"""Time and network in `ringtrain doctor`: ssh, clocks, host names, subnets."""
+"""Network in `ringtrain doctor`: ssh, host names, subnets."""
 
 from __future__ import annotations
 
@@ -12,21 +12,14 @@ import struct
 import threading
 import time
 from collections.abc import Mapping
-from statistics import median
 from typing import Any
 
-from ringtrain.cluster.doctor.findings import UNKNOWN, Cell, Check, Facts, Level, Probe, Scene
+from ringtrain.cluster.doctor.findings import Cell, Check, Facts, Probe, Scene
 from ringtrain.cluster.doctor.probe import attempt, read
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-CLOCK_S, CLOCK_BAD_S = 0.5, 60.0  # failures are ordered by time; munge and Kerberos tickets expire after minutes
-
 # ---- facts: these functions run on the hosts ---------------------------------------------------------------------
-
-
-def clock(wanted: Mapping[str, Any]) -> float:
-    return time.time()
 
 
 def host_name(wanted: Mapping[str, Any]) -> str:
@@ -89,22 +82,6 @@ def ssh(probe: Probe, scene: Scene) -> Cell:
     }
     value, fix = next(answer for words, answer in answers.items() if words in probe.error.lower())
     return Cell(value, "error", probe.error, fix, "here")
-
-
-def check_clock(probe: Probe, facts: Facts, scene: Scene) -> Cell:
-    if probe.clock_s is None:
-        return UNKNOWN
-    offset_s, uncertain_s = probe.clock_s
-    value = "here"
-    if probe.remote:
-        value = f"{_seconds(offset_s, '+')} ±{_seconds(uncertain_s)}"
-    offsets = [other.clock_s[0] for other in scene.probes if other.clock_s is not None]
-    away_s = abs(offset_s - median(offsets)) - uncertain_s
-    if away_s <= CLOCK_S:
-        return Cell(value)
-    text = f"its clock differs by {value} from this machine's, and from the other hosts'"
-    level: Level = "error" if away_s > CLOCK_BAD_S else "warning"
-    return Cell(value, level, text, "sudo timedatectl set-ntp true")
 
 
 def check_names(probe: Probe, facts: Facts, scene: Scene) -> Cell:
@@ -208,14 +185,7 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def _seconds(seconds: float, sign: str = "") -> str:
-    if abs(seconds) >= 1:
-        return f"{seconds:{sign}.1f} s"
-    return f"{seconds * 1e3:{sign}.1f} ms"
-
-
 CHECKS = {
-    "clock": Check(check_clock, (clock,)),
     "name": Check(check_names, (names, host_name)),
     "subnet": Check(check_subnet, (addresses,)),
 }

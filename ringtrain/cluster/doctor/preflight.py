@@ -64,7 +64,6 @@ def examine(hosts: Sequence[Host], options: Options) -> Report:
         "python_path": os.environ.get("PYTHONPATH", ""),
         "run_directory": options.run_directory,
         "code": os.path.abspath(options.code),
-        "script": options.script,
         "names": names,
         **request(),
     }
@@ -103,8 +102,7 @@ def judge(scene: Scene) -> dict[str, list[Cell]]:
     """Runs every check on every host; returns, by check name, one cell per host in the order of `scene.probes`."""
     table = {"ssh": [network.ssh(probe, scene) for probe in scene.probes]}
     for name, check in CHECKS.items():
-        if name != "job" or any(answer.get("job") for answer in scene.answers):
-            table[name] = [_cell(check, probe, scene) for probe in scene.probes]
+        table[name] = [_cell(check, probe, scene) for probe in scene.probes]
     return table
 
 
@@ -156,7 +154,7 @@ def as_plain_values(report: Report) -> dict[str, object]:
     hosts = []
     for number, probe in enumerate(report.scene.probes):
         cells = {name: cells[number] for name, cells in report.table.items()}
-        host = {name: getattr(probe, name) for name in ("error", "remote", "clock_s", "facts")}
+        host = {name: getattr(probe, name) for name in ("error", "remote", "facts")}
         levels = {name: {"value": cell.value, "level": cell.level} for name, cell in cells.items()}
         hosts.append({"name": probe.host.name, "slots": probe.host.slots, **host, "checks": levels})
     return {

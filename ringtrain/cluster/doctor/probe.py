@@ -21,7 +21,6 @@ import struct  # noqa: F401
 import subprocess
 import sys
 import threading  # noqa: F401
-import time  # noqa: F401
 from collections.abc import Callable, Mapping
 from typing import Any
 

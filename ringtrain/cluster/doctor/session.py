@@ -7,7 +7,6 @@ import secrets
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +46,6 @@ class Options(DoctorOptions):
     num_connections: int = 32  # hosts probed at the same time
     ssh_port: int = 0  # 0: from ssh's configuration
     subnet: str = ""  # CIDR of the network of the job, e.g. 10.1.0.0/16; "": the one that all hosts share
-    script: str = ""  # path of the script whose job is checked
     python: str = sys.executable  # full path of the Python that ranks are started with
 
 
@@ -60,7 +58,6 @@ def visit(host: Host, request: Mapping[str, Any], options: Options) -> Probe:
         argv = [*host_agent.ssh(options.timeout_s, options.ssh_port), "--", host.name, shlex.join(argv)]
     program = PROGRAM.read_bytes()
     given = b"%d\n%s%s\n" % (len(program), program, json.dumps(request).encode())
-    start_s = time.time()
     try:  # without a terminal, ssh cannot ask for a password
         ended = subprocess.run(
             argv, input=given, capture_output=True, timeout=options.timeout_s, start_new_session=True, check=False
@@ -70,7 +67,6 @@ def visit(host: Host, request: Mapping[str, Any], options: Options) -> Probe:
         return Probe(host, error=why)
     except OSError as error:
         return Probe(host, error=f"{argv[0]}: {error.strerror}")
-    end_s = time.time()
     _, found, answer = ended.stdout.partition(mark.encode())  # before it is output of a login shell
     if not found:
         why = _reason(ended.stderr) or f"it exited without an answer, code {ended.returncode}"
@@ -79,8 +75,7 @@ def visit(host: Host, request: Mapping[str, Any], options: Options) -> Probe:
         facts = parse_json(answer)
     except ValueError as error:
         return Probe(host, error=f"its answer is not JSON: {error}")
-    clock_s = facts["clock"] - (start_s + end_s) / 2, (end_s - start_s) / 2
-    return Probe(host, facts, "", is_remote, clock_s)
+    return Probe(host, facts, "", is_remote)
 
 
 def _reason(errors: bytes) -> str:

@@ -66,35 +66,6 @@ def code(wanted: Mapping[str, Any]) -> dict[str, Any] | None:
     return hashes(wanted["code"], wanted["run_directory"])
 
 
-def job(wanted: Mapping[str, Any]) -> dict[str, Any] | None:
-    """{"error", "missing"}: why the script cannot be compiled, and modules of its imports; None without a script."""
-    import ast
-    import importlib.util
-
-    if not wanted.get("script"):
-        return None
-    path = os.path.join(wanted["folder"], wanted["script"])
-    try:
-        tree = ast.parse(read(path), path)
-    except OSError as error:
-        return {"error": f"{path}: {error.strerror}", "missing": []}
-    except SyntaxError as error:
-        return {"error": f"{path}, line {error.lineno}: {error.msg}", "missing": []}
-    names = []
-    for node in tree.body:  # those in functions and in try statements may be there for other cases
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.append(node.module)
-    modules = sorted({name.partition(".")[0] for name in names})
-    sys.path.insert(0, os.path.dirname(path))  # as Python does for a script
-    try:
-        missing = [module for module in modules if importlib.util.find_spec(module) is None]
-    finally:
-        del sys.path[0]
-    return {"error": "", "missing": missing}
-
-
 def mpirun(wanted: Mapping[str, Any]) -> dict[str, Any] | None:
     answer = outcome(wanted["path"], "mpirun", "--version")
     return answer and {**answer, "said": answer["said"][:400]}
@@ -200,19 +171,6 @@ def check_mpi(probe: Probe, facts: Facts, scene: Scene) -> Cell:
     return Cell(value)
 
 
-def check_job(probe: Probe, facts: Facts, scene: Scene) -> Cell:
-    job = facts["job"]
-    if job["error"]:
-        local = scene.here["job"] or job
-        fix = "" if local["error"] else _copy(os.getcwd())
-        return Cell("error", "error", job["error"], fix, "here")
-    if job["missing"]:
-        names = ", ".join(job["missing"])
-        text = f"the script imports {names}, not installed for {facts['python']['executable']}"
-        return Cell("imports", "error", text, f"{_install(facts)} {' '.join(job['missing'])}")
-    return Cell("ok")
-
-
 def mpi_of(answer: Mapping[str, Any]) -> tuple[str, str]:
     """Kind and version of an mpirun, from its version output {"said": ...}; two empty strings if unknown."""
     for kind, pattern in MPI_KINDS.items():
@@ -255,6 +213,5 @@ CHECKS = {
     "built with": Check(check_build, (horovod_operations,), may_lack=True),
     "ringtrain": Check(check_ringtrain, (ringtrain,), may_lack=True),
     "code": Check(check_code, (code,), may_lack=True),
-    "job": Check(check_job, (job, installer)),
     "MPI": Check(check_mpi, (mpirun,), may_lack=True),
 }
