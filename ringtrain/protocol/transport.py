@@ -1,66 +1,43 @@
-"""Heartbeat transport: JSON lines over TCP between rank 0 and every other rank.
+"""Heartbeat transport: JSON messages over TCP between rank 0 and every other rank.
 
-Both sides of a connection prove first that they know the token, without sending it: a digest of it and of a random
-number of each side. Nothing else is parsed before. Needs psutil, as Horovod does.
+Connections are those of Python's `multiprocessing`, whose two sides prove to each other that they know the token,
+without sending it. Nothing else is parsed before. Needs psutil, as Horovod does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
-import secrets
-import selectors
 import socket
+import struct
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from typing import Any
 
 from ringtrain.protocol.json_text import parse_json
 
-MAX_LINE_BYTES = 1 << 20
-RECEIVE_BYTES = 1 << 16
-MAX_UNAUTHENTICATED = 256
-"""unauthenticated connections; with one more, the oldest is closed"""
+MAX_MESSAGE_BYTES = 1 << 20
 CONNECT_TIMEOUT_S = 2.0
-TOKEN_TIMEOUT_S = 5.0
-"""for a new connection to prove that it knows the token"""
-NONCE_LETTERS, PROOF_LETTERS = 32, 64
-
-
-@dataclass
-class _Connection:
-    socket: socket.socket
-    since_s: float
-    received: bytes = b""
-    to_send: bytes = b""
-    knows_token: bool = False
-    nonce: bytes = b""
-    """random letters of this side"""
-    peer_nonce: bytes = b""
+GREETING_S = 5.0
+"""for each read of a new connection, until both sides know that the other has the token"""
+IO_S = 1.0
+"""for a message whose beginning has arrived to be complete, and for a peer to take one"""
 
 
 class Wire:
-    """Connections of one process. `listens`: Accepts connections, on all interfaces and a free port.
-
-    The process that connects sends its nonce, the other one its nonce and proof, then the first its proof: a line each.
-    """
+    """Connections of one process. `listens`: Accepts connections, on all interfaces and a free port."""
 
     def __init__(self, token: str, listens: bool = False) -> None:
         self.token = token  # the ranks receive rank 0's before they connect
-        self._connections: dict[int, _Connection] = {}
-        self._selector = selectors.DefaultSelector()
+        self._connections: list[Connection] = []
         self._bell, self._woken = socket.socketpair()
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._line = b""
         self._listener: socket.socket | None = None
         if listens:
             both = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if both else socket.AF_INET
             self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=1024)
-            self._listener.setblocking(False)
-            self._selector.register(self._listener, selectors.EVENT_READ)
 
     @property
     def port(self) -> int:
@@ -69,50 +46,38 @@ class Wire:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a peer knows the token."""
-        return any(connection.knows_token for connection in self._connections.values())
+        return len(self._connections) > 0
 
     def connect(self, addresses: Sequence[str], port: int, message: dict[str, Any]) -> bool:
         """Connects to the first address that knows the token; returns whether one did."""
         for address in addresses:
             with contextlib.suppress(OSError):
-                connection = self._add(socket.create_connection((address, port), CONNECT_TIMEOUT_S))
-                connection.to_send = connection.nonce + b"\n"
-                self._send(connection)
-                self.exchange(message, CONNECT_TIMEOUT_S, lambda: self.is_connected)
-                if self.is_connected:
-                    return True
-            self._close_all()
+                self._greet(socket.create_connection((address, port), CONNECT_TIMEOUT_S), is_caller=True)
+            if self.is_connected:
+                self.exchange(message, 0.0)
+                return True
         return False
 
-    def exchange(
-        self, message: dict[str, Any], seconds: float, is_enough: Callable[[], bool] = lambda: False
-    ) -> list[dict[str, Any]]:
-        """Sends a message to all peers and returns those received in `seconds`, or until `wake` or `is_enough`."""
-        self._line = _line_of(message)
-        for connection in list(self._connections.values()):
-            # A peer that has not taken the previous message yet is skipped.
-            if not connection.to_send and connection.knows_token:
-                connection.to_send = self._line
-                self._send(connection)
+    def exchange(self, message: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
+        """Sends a message to all peers and returns those received in `seconds`, or until `wake`."""
+        data = json.dumps(message).encode()
+        for connection in list(self._connections):
+            try:
+                connection.send_bytes(data)
+            except OSError:  # the peer has gone, or takes nothing
+                self._close(connection)
         messages: list[dict[str, Any]] = []
         end_s = time.monotonic() + seconds
-        while (left_s := end_s - time.monotonic()) > 0 and not is_enough():
-            for key, events in self._selector.select(left_s):
-                if key.fileobj is self._woken:
-                    self._woken.recv(64)
-                    return messages
-                if key.fileobj is self._listener:
+        while (left_s := end_s - time.monotonic()) > 0:
+            listeners = [self._listener] if self._listener else []
+            for ready in wait([self._woken, *listeners, *self._connections], left_s):
+                if ready is self._woken:
+                    if b"." in self._woken.recv(64):
+                        return messages
+                elif isinstance(ready, Connection):
+                    messages += self._receive(ready)
+                else:
                     self._accept()
-                elif key.fd in self._connections:
-                    connection = self._connections[key.fd]
-                    if events & selectors.EVENT_WRITE:
-                        self._send(connection)
-                    if events & selectors.EVENT_READ:
-                        messages += self._receive(connection)
-        for connection in self._unauthenticated():
-            if time.monotonic() - connection.since_s > TOKEN_TIMEOUT_S:
-                self._close(connection)
         return messages
 
     def wake(self) -> None:
@@ -121,126 +86,57 @@ class Wire:
             self._bell.send(b".")
 
     def close(self) -> None:
-        self._close_all()
+        for connection in list(self._connections):
+            self._close(connection)
         if self._listener:
-            self._selector.unregister(self._listener)
             self._listener.close()
             self._listener = None
 
-    def _unauthenticated(self) -> list[_Connection]:
-        """Unauthenticated connections, the oldest first."""
-        return [connection for connection in self._connections.values() if not connection.knows_token]
-
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
-            if self._listener:
-                self._add(self._listener.accept()[0])
-        for connection in self._unauthenticated()[:-MAX_UNAUTHENTICATED]:
-            self._close(connection)
+            caller = self._listener.accept()[0]  # type: ignore[union-attr]
+            # In a thread of its own: a caller that does not answer keeps no other waiting.
+            threading.Thread(target=self._greet, args=(caller, False), daemon=True).start()
 
-    def _add(self, new: socket.socket) -> _Connection:
-        new.setblocking(False)
-        new.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        nonce = secrets.token_hex(NONCE_LETTERS // 2).encode()
-        connection = self._connections[new.fileno()] = _Connection(new, time.monotonic(), nonce=nonce)
-        self._selector.register(new, selectors.EVENT_READ)
-        return connection
-
-    def _send(self, connection: _Connection) -> None:
+    def _greet(self, peer: socket.socket, is_caller: bool) -> None:
+        """Adds a connection if its other side knows the token."""
+        peer.settimeout(None)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = Connection(peer.detach())
+        steps = [answer_challenge, deliver_challenge] if is_caller else [deliver_challenge, answer_challenge]
+        limit(connection, GREETING_S)
         try:
-            sent = 0
-            if connection.to_send:
-                sent = connection.socket.send(connection.to_send)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            self._close(connection)
+            for step in steps:
+                step(connection, self.token.encode())
+        except Exception:  # whatever another program sends
+            connection.close()
             return
-        connection.to_send = connection.to_send[sent:]
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.to_send else 0)
-        self._selector.modify(connection.socket, wanted)
+        limit(connection, IO_S)
+        self._connections.append(connection)
+        self._bell.send(b"+")  # the exchange goes on with it
 
-    def _receive(self, connection: _Connection) -> list[dict[str, Any]]:
-        length = self._next_letters(connection) + 1
-        if connection.knows_token:
-            missing = RECEIVE_BYTES
-        else:
-            missing = length - len(connection.received)
+    def _receive(self, connection: Connection) -> list[dict[str, Any]]:
         try:
-            data = connection.socket.recv(missing)
-        except BlockingIOError:
-            return []
-        except OSError:
-            data = b""
-        connection.received += data
-        if not connection.knows_token:
-            # An incomplete line gets no answer: a proof could be guessed character by character.
-            if not data or b"\n" in data[:-1] or (len(connection.received) == length and data[-1:] != b"\n"):
-                self._close(connection)
-            elif data[-1:] == b"\n":
-                line, connection.received = connection.received[:-1], b""
-                self._take_greeting(connection, line)
-            return []
-        *lines, connection.received = connection.received.split(b"\n")
-        messages: list[dict[str, Any]] = []
-        for line in lines:
+            message = parse_json(connection.recv_bytes(MAX_MESSAGE_BYTES))
+        except (OSError, EOFError, ValueError):
             message = None
-            with contextlib.suppress(ValueError):
-                message = parse_json(line)
-            if not isinstance(message, dict):
-                self._close(connection)
-                return messages
-            messages.append(message)
-        if not data or len(connection.received) > MAX_LINE_BYTES:
+        if not isinstance(message, dict):
             self._close(connection)
-        return messages
+            return []
+        return [message]
 
-    def _next_letters(self, connection: _Connection) -> int:
-        """Length of the next line of a peer that has not proven yet that it knows the token."""
-        if not self._listener:
-            return NONCE_LETTERS + PROOF_LETTERS
-        return PROOF_LETTERS if connection.peer_nonce else NONCE_LETTERS
-
-    def _take_greeting(self, connection: _Connection, line: bytes) -> None:
-        """Answers a line of the greeting, and closes the connection if it is wrong."""
-        if len(line) != self._next_letters(connection):
-            self._close(connection)
-            return
-        if not connection.peer_nonce:
-            connection.peer_nonce, line = line[:NONCE_LETTERS], line[NONCE_LETTERS:]
-            if self._listener:
-                own = proof(self.token, "listener", connection.nonce, connection.peer_nonce)
-                connection.to_send = connection.nonce + own + b"\n"
-                self._send(connection)
-                return
-        peer = "caller" if self._listener else "listener"
-        if not hmac.compare_digest(line, proof(self.token, peer, connection.peer_nonce, connection.nonce)):
-            self._close(connection)
-            return
-        connection.knows_token = True
-        connection.to_send = self._line
-        if not self._listener:
-            own = proof(self.token, "caller", connection.nonce, connection.peer_nonce)
-            connection.to_send = own + b"\n" + self._line
-        self._send(connection)
-
-    def _close(self, connection: _Connection) -> None:
-        if self._connections.pop(connection.socket.fileno(), None):
-            self._selector.unregister(connection.socket)
-            connection.socket.close()
-
-    def _close_all(self) -> None:
-        for connection in list(self._connections.values()):
-            self._close(connection)
+    def _close(self, connection: Connection) -> None:
+        self._connections.remove(connection)
+        connection.close()
 
 
-def proof(token: str, side: str, nonce: bytes, peer_nonce: bytes) -> bytes:
-    """Digest by which a side, "caller" or "listener", proves that it knows the token, of its nonce and the peer's."""
-    return hmac.digest(token.encode(), b" ".join((side.encode(), nonce, peer_nonce)), "sha256").hex().encode()
-
-
-def _line_of(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
+def limit(connection: Connection, seconds: float) -> None:
+    """Limits the duration of each read and write of a connection; 0: no limit."""
+    duration = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.socket(fileno=connection.fileno()) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, duration)
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, duration)
+        same.detach()
 
 
 def own_addresses() -> list[str]:

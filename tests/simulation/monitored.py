@@ -223,7 +223,7 @@ class Wire:
         link.send(self, message)
         return True
 
-    def exchange(self, message: Any, seconds: float, is_enough: Callable[[], bool] = lambda: False) -> list[Any]:
+    def exchange(self, message: Any, seconds: float) -> list[Any]:
         for link in self.links:
             if link.is_open:
                 link.send(self, message)
