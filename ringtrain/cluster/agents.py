@@ -19,11 +19,9 @@ from ringtrain.cluster.host_agent import SAYS
 from ringtrain.cluster.job import Job
 from ringtrain.errors import LaunchError
 
-CONNECTING = 32  # concurrent ssh connections that are not ready yet
-# Pause before the next try of a host whose sshd, or the bastion before it, has too many unauthenticated connections.
-# It doubles with each try, and fewer connections are opened concurrently.
-AGAIN_S, MAX_TRIES, MIN_CONNECTING = 1.0, 5, 8
-TURNED_AWAY = re.compile(r"[a-z]+_exchange_identification: |banner exchange")
+CONNECTING = 10
+"""concurrent ssh connections that are not ready yet: by default, sshd, also of a bastion, takes as many that have not
+authenticated yet, and closes further ones"""
 CLOSED = re.compile(r"Connection (closed|reset) by ")
 EXIT_S = 0.5
 """for an agent whose output has ended to exit"""
@@ -53,12 +51,6 @@ class HostAgent:
     """only cleans up, where the first agent was killed or lost"""
     started_s: float = 0.0
     """time.monotonic() at the start of its process"""
-    first_s: float = 0.0
-    """started_s of the first try to connect to the host"""
-    tries: int = 1
-    """to connect to the host, this one included"""
-    refusal: str = ""
-    """last line of the previous try"""
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_LINES))
     unfinished: bytes = b""
     hostname: str = ""
@@ -95,13 +87,6 @@ class HostAgent:
         with contextlib.suppress(OSError):
             os.write(self.process.stdin.fileno(), f"{order}\n".encode())  # type: ignore[union-attr]
 
-    def may_connect_later(self) -> bool:
-        """Returns whether sshd closed the connection before authentication, as beyond MaxStartups: so try again."""
-        lines = [line for line in self.lines if line]
-        # A message before that line is a reason for which the next connection would be refused, too.
-        turned_away = any(map(TURNED_AWAY.search, lines)) or bool(lines and CLOSED.match(lines[0]))
-        return bool(self.host) and self.tries < MAX_TRIES and turned_away
-
 
 class HostAgents:
     """The agents of one job's hosts, with what they have reported."""
@@ -117,8 +102,6 @@ class HostAgents:
         self.not_cleaned_up: list[str] = []
         """hosts whose agent was killed"""
         self._end_order = "end"
-        self.tensorflow: set[str] = set()
-        """What ranks of a host have loaded besides TensorFlow: "horovod"; "1", MPI or NCCL; "alone", none of these"""
 
     def send(self, order: str) -> None:
         for agent in list(self.members):
@@ -130,33 +113,17 @@ class HostAgents:
         """Starts agents here and on other hosts; raises HostsLost for those that fail, after all others are ready."""
         raise_limits()
         waiting = deque(["", *hosts])
-        refused: dict[str, HostAgent] = {}
         lost: dict[str, str] = {}
-        max_connecting, pause_until = CONNECTING, 0.0
         connecting: list[HostAgent] = []
         while waiting or connecting:
-            while waiting and len(connecting) < max_connecting and time.monotonic() > pause_until:
+            while waiting and len(connecting) < CONNECTING:
                 host = waiting.popleft()
-                agent = self.start(host, is_checked=bool(host) or is_used)  # is_used: this host has ranks
-                before = refused.pop(host, None)
-                if before:
-                    agent.tries, agent.refusal, agent.first_s = before.tries + 1, before.lines[-1], before.first_s
-                connecting.append(agent)
+                connecting.append(self.start(host, is_checked=bool(host) or is_used))  # is_used: this host has ranks
             poll()
             connecting = [agent for agent in connecting if not agent.ready]
             failed = [agent for agent in connecting if agent.has_exited]
             if failed:
                 poll()
-            for agent in [agent for agent in failed if agent.may_connect_later()]:
-                now, pause_s = time.monotonic(), AGAIN_S * 2 ** (agent.tries - 1)
-                if now + pause_s < agent.first_s + self.answer_timeout_s:
-                    if now > pause_until:
-                        max_connecting = max(MIN_CONNECTING, max_connecting // 2)
-                    refused[agent.host], pause_until = agent, max(pause_until, now + pause_s)
-                    failed.remove(agent)
-                    connecting.remove(agent)
-                    self.drop(agent)
-                    waiting.append(agent.host)
             lacking = [agent for agent in failed if any(f"{SAYS}lacks" in line for line in agent.lines)]
             if lacking:
                 raise LaunchError(listed([self.why_lost(agent) for agent in lacking]))
@@ -192,8 +159,7 @@ class HostAgents:
             process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True)
         except OSError as error:
             raise LaunchError(f"{host or 'this host'}: {argv[0]} cannot be started here: {error.strerror}") from error
-        now = time.monotonic()
-        self.members.append(HostAgent(host, process, started_s=now, first_s=now))
+        self.members.append(HostAgent(host, process, started_s=time.monotonic()))
         self.selector.register(process.stdout, selectors.EVENT_READ, self.members[-1])  # type: ignore[arg-type]
         return self.members[-1]
 
@@ -254,11 +220,11 @@ class HostAgents:
             fix = f"start it by python {name}" if name.endswith(".py") else "install it, or use --sync-environment"
             return f"{host} has no {name!r} on PATH={path}: {fix}"
         lines = agent.messages
-        if not lines and not agent.refusal and agent.has_exited:
+        if not lines and agent.has_exited:
             code = agent.process.returncode
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             return f"{host}: its host agent {how}, without a message"
-        why = agent.refusal or f"no answer in {self.answer_timeout_s:g} s"
+        why = f"no answer in {self.answer_timeout_s:g} s"
         if lines:
             why = lines[-1]
         telling = [line for line in lines if not CLOSED.match(line)]
@@ -309,8 +275,6 @@ class HostAgents:
             agent.networks = " ".join(rest)
         elif kind == "reached" and agent.host:
             agent.reached = "".join(rest)
-        elif kind == "tensorflow":
-            self.tensorflow |= {*rest}
         elif kind == "memory":
             self.out_of_memory.add(agent.host)
 

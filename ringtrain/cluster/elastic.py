@@ -15,7 +15,6 @@ import dataclasses
 import os
 import re
 import shlex
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +30,6 @@ from ringtrain.cluster.job import Plan
 from ringtrain.cluster.processes import call, say
 from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import LaunchError
-from ringtrain.protocol.env import JOB
 from ringtrain.protocol.placement import PlannedPlacement, RankPlacement
 
 ASK_S = 1.0
@@ -204,7 +202,6 @@ class ElasticSupervisor(Supervisor):
             if agent.ready and self._process:
                 say(f"lost {agent.host}: {why}; continues without")
                 self._publish()
-                self._end_ssh_to(agent.host)
                 # Ranks run on where an agent was killed, or have started on a host that has booted again.
                 host.agent = self._clean_up(agent.host)
 
@@ -221,17 +218,6 @@ class ElasticSupervisor(Supervisor):
             host.ask_again_s = max(host.ask_again_s, time.monotonic() + AGAIN_S)
         else:
             self.agents.not_cleaned_up = [name for name in self.agents.not_cleaned_up if name != second.host]
-
-    def _end_ssh_to(self, host: str) -> None:
-        """Kills horovodrun's own ssh to a lost host, which would wait for it for a long time."""
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                is_ours = f"{JOB}={self.job.id}".encode() in (folder / "environ").read_bytes()
-                if is_ours and os.path.basename(words[0]) == "ssh" and host in words:
-                    os.kill(int(folder.name), signal.SIGKILL)
-            except OSError:
-                continue  # the process has exited, or is another user's
 
     # ---- while it runs --------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from ringtrain.protocol.failures import Failure
@@ -161,25 +161,15 @@ def _unnamed(
     return JobResult(code, how)
 
 
-def without_init(num_ranks: int, reports: Reader, tensorflow: Collection[str]) -> str:
-    """Message about a job that ended well and none of whose ranks called hvd.init(); "" if they may have met."""
-    if reports.initialized:
+def without_init(num_ranks: int, reports: Reader) -> str:
+    """Message about a job that ended well and none of whose ranks called hvd.init(), which they have; else ""."""
+    if num_ranks < 2 or reports.initialized or not reports.not_initialized:
         return ""
-    # Programs without ringtrain do not report whether they met: they are judged by what they had loaded (HostAgents).
-    if num_ranks > 1 and "horovod" in tensorflow and not reports.not_initialized:
-        return (
-            f"{num_ranks} ranks used Horovod without ringtrain. Its DistributedOptimizer averages nothing under Keras"
-            f" 3, so each rank trains a model of its own: import ringtrain.hvd in place of horovod.tensorflow.keras"
-        )
-    if num_ranks > 1 and (reports.not_initialized or {*tensorflow} == {"alone"}):
-        why = "load TensorFlow without Horovod or MPI"
-        if reports.not_initialized:
-            why = "import ringtrain.hvd"
-        return (
-            f"{num_ranks} ranks ran without meeting: they {why}, and none called hvd.init(). Unless they connect by"
-            f" other means, each trained a model of its own: call ringtrain.hvd.init() first, or start one process"
-        )
-    return ""
+    return (
+        f"{num_ranks} ranks ran without meeting: they import ringtrain.hvd, and none called hvd.init(). Unless they"
+        f" connect by other means, each trained a model of its own: call ringtrain.hvd.init() first, or start one"
+        f" process"
+    )
 
 
 def _named_by_launcher(

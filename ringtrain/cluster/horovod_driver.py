@@ -4,8 +4,8 @@
 
 As released, horovodrun listens on all interfaces without authentication and unpickles what it receives, starts
 services whose key is on command lines, connects to hosts of any key, and writes the environment on command lines.
-Here it listens on one interface, every request carries a secret, only plain values are unpickled, no service looks for
-interfaces, ssh checks host keys, and ranks on other hosts read their environment from ssh's standard input.
+Here it listens on one interface, every request carries a secret, no service looks for interfaces, ssh checks host keys,
+and ranks on other hosts read their environment from ssh's standard input.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from typing import Any
 from ringtrain.cluster import elastic, host_agent, processes, rank_process
 from ringtrain.cluster.doctor.software import horovod_operations
 from ringtrain.errors import LaunchError
-from ringtrain.protocol import plain_pickle
+from ringtrain.protocol import services
 from ringtrain.protocol.env import SLOT
-from ringtrain.protocol.failures import report_cut, report_left
-from ringtrain.protocol.limited_server import LimitedServer
+from ringtrain.protocol.failures import report
 
 CONNECT_TIMEOUT_S = 10
+MAX_VALUE_BYTES = 1 << 24
+"""for one rank's addresses, about 150 bytes per other rank"""
 # On another host, with the environment on standard input. sshd waits for all processes that hold the rank's output:
 # those of its process group are killed where it fails. In the background, SIGINT would be ignored.
 REMOTE = (
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def install(exported: set[str], grace_s: float = 0.0) -> None:
     """Replaces what Horovod's launcher does otherwise. grace_s 0: the job is elastic, or over MPI."""
     from horovod.runner import gloo_run, launch, mpi_run
-    from horovod.runner.common.util import codec, env, network, safe_shell_exec
+    from horovod.runner.common.util import env, safe_shell_exec
     from horovod.runner.driver import driver_service
     from horovod.runner.util import remote
 
@@ -77,8 +78,6 @@ def install(exported: set[str], grace_s: float = 0.0) -> None:
     if operations is not None:  # Horovod would load TensorFlow to ask its library
         launch.mpi_built = lambda verbose=False: "MPI" in operations
         launch.gloo_built = lambda verbose=False: "Gloo" in operations
-    plain_pickle.restrict(network, "")
-    codec.cloudpickle = SimpleNamespace(dumps=codec.cloudpickle.dumps, loads=plain_pickle.loads)
     env.is_exportable = exported.__contains__
     mpi_run.env_util.is_exportable = exported.__contains__
     remote.SSH_COMMAND_PREFIX = shlex.join(host_agent.ssh(CONNECT_TIMEOUT_S))
@@ -137,9 +136,9 @@ def run_rank(argv: Sequence[str], values: Mapping[str, str], grace_s: float, **o
         after_s = grace_s
     code = rank_process.run(argv, {**os.environ, **values}, given=given, grace_s=after_s, **options)
     if grace_s and code == 0:
-        report_left(options["index"])
+        report("left", options["index"])
     elif grace_s and is_remote and code < 0:
-        report_cut(options["index"], -code)
+        report("cut", options["index"], -code, "", times=2)
     return code if code >= 0 else 128 - code
 
 
@@ -187,12 +186,19 @@ def interface_of(address: str) -> str:
     raise LaunchError(f"no interface has the address {address}: give --network-interface")
 
 
+def slot(host: str, rank: int, local_rank: int, size: int) -> Any:
+    """Placement of a rank, as the rendezvous takes it: it computes the rest itself."""
+    from horovod.runner.common.util.hosts import SlotInfo
+
+    return SlotInfo(host, rank, local_rank, cross_rank=0, size=size, local_size=0, cross_size=0)
+
+
 def make_rendezvous() -> Any:
     """Class of Horovod's rendezvous server that listens on one address and requires a secret in requests."""
     from horovod.runner import gloo_run
     from horovod.runner.http import http_server
 
-    class Server(LimitedServer, http_server.RendezvousHTTPServer):
+    class Server(services.Server, http_server.RendezvousHTTPServer):
         def server_bind(self) -> None:
             """Does nothing until `open`: the address is not known yet."""
 
@@ -231,12 +237,12 @@ def make_rendezvous() -> Any:
                 values[SLOT] = str(elastic.number_of(slot.hostname))
             return values
 
-        def listen(self, address: str) -> str:
-            """Opens the server on one address, and returns the value of HOROVOD_GLOO_RENDEZVOUS_ADDR."""
+        def listen(self, address: str, reached: str = "") -> str:
+            """Opens the server on one address; returns HOROVOD_GLOO_RENDEZVOUS_ADDR. reached: Its address for ranks."""
             self._httpd.open(address)
             self._listen_thread = http_server.in_thread(self._httpd.serve_forever)
             # Ranks append ":PORT/SCOPE/KEY", which gives a path that begins with the secret.
-            return f"{address}:{self.port}/{self.token}"
+            return f"{reached or address}:{self.port}/{self.token}"
 
         @property
         def port(self) -> int:
@@ -266,9 +272,8 @@ def guarded(handler: Any, token: str, names: Sequence[str] = ()) -> Any:
             first, *rest = self.path.removeprefix("/").split("/")
             number, length = first.partition(":")[2], self.headers.get("Content-Length", "0")
             is_right = len(rest) == 2 and number.isdecimal() and length.isdecimal()
-            if not is_right or int(length) > plain_pickle.MAX_BYTES:
+            if not is_right or int(length) > MAX_VALUE_BYTES:
                 return self._refuse(400)
-            self.server.trust(self.connection)  # its answer may have to wait for other ranks
             # A rank knows its host and local rank only, which since a change may be those of another slot.
             if rest[0] in elastic.SCOPES and int(number) < len(names):
                 rest[1] = f"{names[int(number)]}:0"
@@ -279,12 +284,6 @@ def guarded(handler: Any, token: str, names: Sequence[str] = ()) -> Any:
             self.close_connection = True
             self.send_status_code(status)
             return False
-
-        def _put_value(self, scope: str, key: str, value: bytes) -> None:
-            try:
-                super()._put_value(scope, key, value)
-            except (plain_pickle.NotPlain, ValueError) as error:
-                print(f"ringtrain: refused a message to the rendezvous: {error}", file=sys.stderr, flush=True)
 
     return Guarded
 

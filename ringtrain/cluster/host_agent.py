@@ -10,7 +10,6 @@ import base64
 import contextlib
 import ipaddress
 import os
-import queue
 import shlex
 import signal
 import socket
@@ -23,7 +22,6 @@ from typing import Any
 
 from ringtrain.protocol import as_main
 from ringtrain.protocol.env import JOB, LEASE
-from ringtrain.protocol.launchers import names
 from ringtrain.protocol.status import STATUS_FILES, STATUS_LENGTH
 
 SAYS = "ringtrain-agent:"
@@ -79,14 +77,6 @@ hand_on() {{
     [ -n "$chosen" ] && kill -"$number" $chosen
 }}
 """
-
-# Parts of the paths of libraries that a process has loaded: those by which ranks can meet, and TensorFlow's own.
-MEETING = r"horovod\|mpi4py\|libmpi\|libnccl"
-TENSORFLOW = "libtensorflow_"
-HOROVOD = "horovod/tensorflow/mpi_lib"
-MAX_LOOKS = 24
-"""number of heartbeats at which an agent looks which of these libraries ranks have loaded"""
-IS_RANK = f"^({'|'.join(names('rank'))})="
 
 # Arguments: the job's ID, the directory and program of the ranks, their PATH and PYTHONPATH, and whether the program is
 # a Python that must have ringtrain. SAYS distinguishes the output from that of a login shell.
@@ -156,18 +146,6 @@ networks() {{
         printf " %s" "$address"
     done
 }}
-looks=0 alone= met= candidates=
-# A rank counts as alone from the second look on: it may be about to load Horovod, which it does after TensorFlow.
-look() {{
-    [ "$met" != horovod ] && [ $((looks += 1)) -le {MAX_LOOKS} ] || return 0
-    for process in $(mine); do
-        grep -qszE '{IS_RANK}' "/proc/$process/environ" && grep -qs '{TENSORFLOW}' "/proc/$process/maps" || continue
-        ! grep -qs '{MEETING}' "/proc/$process/maps" || met=1
-        ! grep -qs '{HOROVOD}' "/proc/$process/maps" || met=horovod
-        case " $candidates " in *" $process "*) alone=1 ;; esac
-        candidates="$candidates $process"
-    done
-}}
 killed_for_memory() {{ sed -n "s/^oom_kill //p" /proc/vmstat 2>/dev/null; }}
 before=$(killed_for_memory)
 version= missing=
@@ -197,7 +175,6 @@ while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$or
         least=0
         break ;;
     "end starting") break ;;
-    beat) look ;;
     signal*)
         set -- $order
         number=$2 taken=
@@ -216,7 +193,6 @@ while order=$(timeout -s KILL {LEASE_S} sh -c "IFS= read -r order && echo "'"$or
 done
 sweep
 boxes
-[ -z "$alone$met" ] || echo "{SAYS}tensorflow ${{met:-alone}}"
 [ "$(killed_for_memory)" = "$before" ] || echo "{SAYS}memory"
 echo "{SAYS}swept$first"
 """
@@ -314,23 +290,23 @@ def ssh(timeout_s: float, port: int = 0) -> list[str]:
 def here(hosts: Iterable[str], timeout_s: float = LOOK_UP_S) -> frozenset[str]:
     """Names that mean this machine, looked up concurrently; those not resolved within `timeout_s` do not."""
     waiting = [*dict.fromkeys(hosts)]
-    missing, names, answers = len(waiting), set(), queue.SimpleQueue[tuple[str, bool]]()
+    found: list[str] = []
 
     def look_up() -> None:
         with contextlib.suppress(IndexError):
             while True:
                 name = waiting.pop()
-                answers.put((name, is_here(name)))
+                found.extend([name] if is_here(name) else [])
 
     # Daemon threads, not a pool, which Python joins at exit: a resolver may take half a minute for each name.
-    for _ in range(min(missing, MAX_LOOKING_UP)):
-        threading.Thread(target=look_up, daemon=True).start()
+    num_threads = min(len(waiting), MAX_LOOKING_UP)
+    threads = [threading.Thread(target=look_up, daemon=True) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
     deadline = time.monotonic() + timeout_s
-    with contextlib.suppress(queue.Empty):
-        for _ in range(missing):
-            name, is_local = answers.get(timeout=max(0.0, deadline - time.monotonic()))
-            names |= {name} if is_local else set()
-    return frozenset(names)
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return frozenset(found)
 
 
 def is_here(host: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -159,10 +158,6 @@ class RestartOptions:
 
     max_restarts: Annotated[int, N, AT_LEAST_0] = 0
     """restart it up to N times, from its newest checkpoint"""
-    restart_on: Annotated[str, Argument("REGEX")] = ""
-    """restart on any failure whose message matches"""
-    give_up_on: Annotated[str, Argument("REGEX")] = ""
-    """never restart on a match"""
     min_np: Annotated[int, N] = 1
     """continue with fewer ranks, down to N; -np's number keeps hosts in which two of the last five failures began"""
 
@@ -226,12 +221,6 @@ class LaunchOptions(
                 f" write the program to a file, and give its name"
             )
         check(self)
-        for name in ("restart_on", "give_up_on"):
-            try:
-                re.compile(getattr(self, name))
-            except re.error as error:
-                got = f"{_flag(name)} {getattr(self, name)!r}"
-                raise LaunchError(f"got {got}, expected a regular expression: {error}") from None
         if self.bind == "core" and self.threads < 1:
             raise LaunchError("got --bind core without --threads: give --threads N, the number of cores of each rank")
         self._check_launcher()

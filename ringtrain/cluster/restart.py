@@ -104,10 +104,6 @@ def why_not(result: JobResult, before: Sequence[JobResult], options: LaunchOptio
         return "it was stopped"
     if len(before) >= options.max_restarts:
         return f"it was restarted {times(options.max_restarts)} already" if options.max_restarts else "not asked for"
-    if options.give_up_on and re.search(options.give_up_on, result.text):
-        return f"--give-up-on {options.give_up_on!r} is in the cause"
-    if options.restart_on and re.search(options.restart_on, result.text):
-        return ""
     if result.exit_code in ASKED_TO_STOP:
         return "a rank was asked to stop, and all have stopped"
     if result.out_of_memory or NO_MEMORY.search(result.text):

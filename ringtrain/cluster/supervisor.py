@@ -342,7 +342,7 @@ class Supervisor:
         text, launcher = "\n".join(self.output.launcher_lines), self.options.launcher
         result = exit_cause.decide(returncode, self.reports, text, self.output.tails, launcher, self.lost_hosts)
         if not result.exit_code:
-            result = JobResult(0, exit_cause.without_init(self.job.num_ranks, self.reports, self.agents.tensorflow))
+            result = JobResult(0, exit_cause.without_init(self.job.num_ranks, self.reports))
         if lost is not None:
             result = JobResult(2, str(lost))
         elif self.stopped_by and result.exit_code:

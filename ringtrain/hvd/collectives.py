@@ -26,7 +26,7 @@ from ringtrain.hvd.keras_patches import teach_keras
 from ringtrain.hvd.placement import CPU, check_local_placement
 from ringtrain.hvd.process import PROCESS, elastic, open_sockets
 from ringtrain.protocol.env import mark_rank
-from ringtrain.protocol.failures import report_init, report_left, report_process, report_uncaught
+from ringtrain.protocol.failures import report, report_process, report_uncaught
 from ringtrain.protocol.launchers import launched_local_size, launched_rank, launched_size, names
 
 FUSION_BYTES = 4 * 2**20
@@ -68,9 +68,9 @@ def init(*args: Any, **kwargs: Any) -> None:
     report_process()
     mark_rank()
     if not PROCESS.has_started and horovod.size() > 1:
-        atexit.register(report_left, number)  # before Horovod's own, which ends the collectives of the others
+        atexit.register(report, "left", number)  # before Horovod's own, which ends the collectives of the others
     PROCESS.has_started = True
-    report_init(number)
+    report("init", number)
     if not args and not kwargs.get("comm"):  # else the caller wants a subset of the launcher's ranks
         check_local_placement()
 

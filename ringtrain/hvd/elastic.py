@@ -30,7 +30,7 @@ from ringtrain.hvd.keras_patches import compiled_optimizer, has_weights, slots_o
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.process import PROCESS, elastic
 from ringtrain.hvd.sync import broadcast_model
-from ringtrain.protocol import plain_pickle
+from ringtrain.protocol import services
 
 is_on = elastic
 SAME_FAILURES = 3
@@ -78,7 +78,7 @@ def listen() -> None:
     The driver announces a change to ranks that listen: one before `run` or during a restart would be lost.
     """
     if is_on() and not notification_manager._listeners:
-        plain_pickle.restrict(network, plain_pickle.address_of(os.environ.get("HOROVOD_GLOO_IFACE", "")))
+        services.restrict(network, services.address_of(os.environ.get("HOROVOD_GLOO_IFACE", "")))
         notification_manager.register_listener(_Listener())  # before the driver knows that this rank listens
         notification_manager.init()
 

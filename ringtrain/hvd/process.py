@@ -16,7 +16,7 @@ from typing import Any
 
 from ringtrain.errors import MissingDependency
 from ringtrain.protocol.env import install
-from ringtrain.protocol.failures import report_no_init
+from ringtrain.protocol.failures import report
 
 OLDEST_KERAS = (3, 15)
 """older ones have other private parts than those that are patched here"""
@@ -88,7 +88,7 @@ def elastic() -> bool:
 @atexit.register
 def _report_no_init() -> None:
     if not PROCESS.has_started:
-        report_no_init()
+        report("no-init", os.getpid())
 
 
 def check_keras(version: str) -> None:

@@ -17,7 +17,7 @@ from ringtrain.cluster.restart import ASKED_TO_STOP
 from ringtrain.errors import LaunchError, RingtrainError
 from ringtrain.lab.commands import ON_RANKS
 from ringtrain.options import options_of, words_of
-from ringtrain.protocol.failures import report_init
+from ringtrain.protocol.failures import report
 from ringtrain.protocol.launchers import launched_rank
 from ringtrain.run import log_capture
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     """Entry point on ranks: calls module:function with arguments in a JSON word; rank 0 writes the result."""
     function, args, out = argv
     log_capture.watch()  # before TensorFlow is loaded, which logs messages
-    report_init(launched_rank() or 0)  # some benches compare other ways to meet
+    report("init", launched_rank() or 0)  # some benches compare other ways to meet
     module, _, name = function.partition(":")
     try:
         result = getattr(importlib.import_module(module), name)(*json.loads(args))

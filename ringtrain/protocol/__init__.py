@@ -11,8 +11,7 @@ status:        status line of a rank (step and phase) in shared memory, for its 
 attempt:       number of this attempt, and exit causes of earlier ones
 as_main:       runs a script in this process as `python` would
 mpi_world:     MPI without Horovod: initialized once, finalized if the process succeeds
-transport:     heartbeats as JSON lines over TCP, behind a token
+transport:     heartbeats as JSON over TCP, behind a token
 json_text:     JSON from files and other processes, or ValueError
-limited_server: threaded TCP server that silent or many clients can neither keep from ending nor fill
-plain_pickle:  unpickles plain values alone, for Horovod's elastic services
+services:      Horovod's network services, restricted to one address
 """

@@ -186,31 +186,18 @@ def report_process(environ: MutableMapping[str, str] = os.environ) -> None:
     first = environ.pop(FIRST_PROCESS, "")  # so that child processes do not report
     # In a PID namespace of its own it reports nothing: the launcher's host has another ID for it.
     if environ.get(JOB) and first in map(str, ancestors(os.getppid())):
-        _write([f"{MARK}:{environ[JOB]}:process:{first}:{os.getpid()}:{socket.gethostname()}"])
+        report("process", first, os.getpid(), socket.gethostname(), times=2, environ=environ)
 
 
-def report_init(rank: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Reports that this rank has called hvd.init()."""
+def report(kind: str, *fields: str | int, times: int = 1, environ: Mapping[str, str] = os.environ) -> None:
+    """Reports a fact to the launcher, if there is one: a kind and its fields, as `reader.Reader` takes them."""
     if environ.get(JOB):
-        _write([f"{MARK}:{environ[JOB]}:init:{rank}"], times=1)
+        _write([":".join(map(str, (MARK, environ[JOB], kind, *fields)))], times)
 
 
-def report_no_init(environ: Mapping[str, str] = os.environ) -> None:
-    """Reports that this process exits, and could have called hvd.init(), but never has."""
-    if environ.get(JOB):
-        _write([f"{MARK}:{environ[JOB]}:no-init:{os.getpid()}"], times=1)
-
-
-def report_left(rank: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Reports that a rank exits by itself, while others may still wait for it."""
-    if environ.get(JOB):
-        _write([f"{MARK}:{environ[JOB]}:left:{rank}"], times=1)
-
-
-def report_cut(rank: int, number: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Reports that a signal has killed the ssh of a rank, which may live on."""
-    if environ.get(JOB):
-        _write([f"{MARK}:{environ[JOB]}:cut:{rank}:{number}:"])
+def report_run(name: str) -> None:
+    """Reports the name of the run, which the next attempt resumes. Called by rank 0."""
+    report("run", base64.b64encode(name.encode()).decode(), "")
 
 
 def ancestors(process: int, proc: Path = Path("/proc")) -> Iterator[int]:
@@ -219,15 +206,3 @@ def ancestors(process: int, proc: Path = Path("/proc")) -> Iterator[int]:
         while process:
             yield process
             process = int((proc / str(process) / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
-
-
-def report_recovery(environ: Mapping[str, str] = os.environ) -> None:
-    """Reports that the ranks continue, so that failures reported before are no exit cause any more."""
-    if environ.get(JOB):
-        _write([f"{MARK}:{environ[JOB]}:recovery:"], times=1)
-
-
-def report_run(name: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Reports the name of the run, which the next attempt resumes. Called by rank 0."""
-    if environ.get(JOB):
-        _write([f"{MARK}:{environ[JOB]}:run:{base64.b64encode(name.encode()).decode()}:"])

@@ -119,7 +119,7 @@ class OtherRanks(FromCheckpoint):
             )
             state.resizes = (*state.resizes, {**facts, **change})
             if rank == 0:
-                failures.report_recovery()
+                failures.report("recovery", "")
             text = f"continues after step {step} with {run.size} ranks, before with {state.num_ranks}"
             console.terminal_of(run).print(text)
         facts = {**opening.facts, **change, "generation": generation, "after": state.generation}

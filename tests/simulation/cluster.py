@@ -2,7 +2,7 @@
 
 These are models by observed behavior, not the programs themselves:
 
-- ssh connects in time or late, is refused, or is closed by sshd beyond MaxStartups; it gives up a silent connection
+- ssh connects in time or late, or is refused; it gives up a silent connection
   after 15 s (mpirun's own after 8 s). TCP keeps the order of data, and sends it again after an interruption.
 - The host agent says and takes the lines of the script in host_agent.py. It cleans up at "end", at the end of its
   input, and without an order for LEASE_S. Processes die at once or within half a second; launchers have PATIENCE_S.
@@ -281,13 +281,6 @@ class Ssh(Process):
             after_s = draw.uniform(1.0, 1.2 * timeout_s)
         elif draw.random() < cluster.refused_rate:
             refusal = f"ssh: connect to host {machine.name} port 22: Connection refused"
-        elif draw.random() < cluster.closed_rate:
-            refusal = draw.choice(
-                [
-                    "kex_exchange_identification: Connection closed by remote host",
-                    "Connection closed by 10.0.0.1 port 22",
-                ]
-            )
         after_s = cluster.connect_s.get(machine.name, after_s)
         cluster.had_trouble_to_connect |= {machine.name} if refusal or after_s > 1.0 else set()
         self._connect(after_s, refusal, began_s + int(timeout_s))
@@ -757,7 +750,7 @@ class Cluster:
         self.job: Job
         self.jobs: dict[str, Job] = {}
         self.here: Machine
-        self.late_rate = self.refused_rate = self.closed_rate = self.hang_rate = 0.0
+        self.late_rate = self.refused_rate = self.hang_rate = 0.0
         self.is_open_mpi_5 = self.daemons_stay = False
         self.slowest_s = 0.05
         """longest latency of a host"""

@@ -28,7 +28,6 @@ from simulation.world import Gone, Host
 
 from ringtrain.cluster import horovod_driver
 from ringtrain.cluster.job import Job
-from ringtrain.protocol.env import JOB
 
 CONNECT_S = 10.0
 TERMINATE_S = 5.0
@@ -230,20 +229,6 @@ class Horovodrun(Process):
             return 1
         stdout.write(text)
         return 0
-
-    def entries(self, job_id: str) -> list[tuple[str, bytes, bytes]]:
-        """Process number, command line and environment of each ssh of this job, as in /proc."""
-        found = []
-        for shell in self.shells:
-            if shell.is_remote and shell.code is None:
-                line = f"/usr/bin/ssh\0-x\0{shell.machine.name}\0sh".encode()
-                found.append((str(shell.number), line, f"{JOB}={job_id}".encode()))
-        return found
-
-    def kill_shell(self, number: int) -> None:
-        for shell in self.shells:
-            if shell.number == number:
-                shell.end(128 + signal.SIGKILL)
 
 
 def request(member: Any, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:

@@ -537,7 +537,6 @@ def disturb(run: Run, kinds: Sequence[str] | None = None) -> None:
     cluster.is_open_mpi_5, cluster.daemons_stay = draw.random() < 0.3, draw.random() < 0.5
     cluster.late_rate = draw.choice([0.0, 0.0, 0.0, 0.02, 0.2])
     cluster.refused_rate = draw.choice([0.0, 0.0, 0.0, 0.0, 0.05])
-    cluster.closed_rate = draw.choice([0.0, 0.0, 0.0, 0.3])
     cluster.hang_rate = draw.choice([0.0, 0.0, 0.1])
     cluster.program.catches = draw.random() < 0.7
     cluster.program.ignores = not cluster.program.catches and draw.random() < 0.5

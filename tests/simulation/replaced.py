@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from horovod.runner import gloo_run, mpi_run
 from horovod.runner import launch as horovod_launch
-from horovod.runner.common.util import codec, env, network, safe_shell_exec, timeout
+from horovod.runner.common.util import codec, env, safe_shell_exec, timeout
 from horovod.runner.driver import driver_service
 from horovod.runner.elastic import discovery, driver, registration, rendezvous
 from horovod.runner.http import http_server
@@ -177,7 +176,7 @@ class Terminal:
 
 
 class Files:
-    """`Path` of the launcher: what it writes for Horovod's driver, and /proc."""
+    """`Path` of the launcher: what it writes for Horovod's driver."""
 
     def __init__(self, cluster: Any, path: Any) -> None:
         self.cluster, self.path = cluster, PurePath(getattr(path, "path", path))
@@ -189,20 +188,6 @@ class Files:
     def write_text(self, text: str, encoding: str = "") -> None:
         self.cluster.files[str(self.path)] = text
 
-    def glob(self, pattern: str) -> list[Files]:
-        horovodrun = self.cluster.mpirun
-        return [Files(self.cluster, self.path / number) for number, _, _ in horovodrun.entries(horovodrun.job.id)]
-
-    def __truediv__(self, name: str) -> Files:
-        return Files(self.cluster, self.path / name)
-
-    def read_bytes(self) -> bytes:
-        horovodrun = self.cluster.mpirun
-        for number, line, environ in horovodrun.entries(horovodrun.job.id):
-            if number == self.path.parent.name:
-                return line if self.name == "cmdline" else environ
-        raise FileNotFoundError(str(self.path))
-
 
 def _of_launcher(cluster: Any) -> Iterator[tuple[Any, str, Any]]:
     def replace(part: Files, path: Files) -> None:
@@ -213,9 +198,8 @@ def _of_launcher(cluster: Any) -> Iterator[tuple[Any, str, Any]]:
         cluster.files.update(plan.files)
         yield
 
-    kill = SimpleNamespace(replace=replace, path=os.path, kill=lambda number, _: cluster.mpirun.kill_shell(number))
     yield of_launcher, "Path", lambda path: Files(cluster, path)
-    yield of_launcher, "os", kill
+    yield of_launcher, "os", SimpleNamespace(replace=replace)
     yield of_launcher, "call", cluster.call
     yield of_launcher, "raise_limits", lambda: None
     yield supervisor, "written_files", written
@@ -263,7 +247,7 @@ def _of_horovodrun(world: World, cluster: Any) -> Iterator[tuple[Any, str, Any]]
     yield horovod_launch, "gloo_built", lambda verbose=False: True
     yield http_server, "in_thread", lambda target: SimpleNamespace(join=lambda: None)
     yield http_server, "RendezvousHTTPServer", HttpServer
-    yield horovod_driver, "LimitedServer", type("LimitedServer", (), {})
+    yield horovod_driver, "services", SimpleNamespace(Server=type("Server", (), {}))
     tcp = SimpleNamespace(server_bind=bind, server_activate=activate)
     yield horovod_driver, "socketserver", SimpleNamespace(TCPServer=tcp)
     yield horovod_driver, "common_interfaces", lambda *_: {"eth0"}
@@ -278,7 +262,7 @@ def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
         yield shared, name, getattr(horovod, name)
     yield shared, "PROCESS", process
     yield shared, "notification_manager", Manager(world)
-    yield shared, "plain_pickle", SimpleNamespace(restrict=lambda *_: None, address_of=lambda _: "")
+    yield shared, "services", SimpleNamespace(restrict=lambda *_: None, address_of=lambda _: "")
     yield shared, "is_on", lambda: True
     of_tf = SimpleNamespace(device=lambda _: contextlib.nullcontext(), constant=lambda one: one, errors=tf.errors)
     yield shared, "tf", of_tf
@@ -305,8 +289,8 @@ def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
     for module in (elastic, stopping, loop):
         yield module, "hvd", names
 
-    def report_recovery() -> None:
-        horovod.member.report("recovery:")
+    def report(kind: str, *fields: str) -> None:
+        horovod.member.report(":".join((kind, *fields)))
 
     restored = FromCheckpoint(horovod)
     yield elastic, "run_files", restored
@@ -327,7 +311,7 @@ def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
     yield train, "devices", SimpleNamespace(identity=lambda _: "")
     yield train, "_check_averaging", lambda _: ""
     yield model_state, "frozen_layers", lambda _: []
-    yield elastic, "failures", SimpleNamespace(report_recovery=report_recovery)
+    yield elastic, "failures", SimpleNamespace(report=report)
     yield elastic, "console", SimpleNamespace(terminal_of=lambda _: Terminal(horovod))
 
     yield elastic, "evaluation", SimpleNamespace(states_of_metrics=lambda _: ())
@@ -344,8 +328,6 @@ CHANGED_BY_INSTALL = (
     (discovery.HostDiscoveryScript, "find_available_hosts_and_slots"),
     (discovery.HostManager, "order_available_hosts"),
     (discovery.DiscoveredHosts, "available_hosts"),
-    (network, "socketserver Wire find_port cloudpickle"),
-    (codec, "cloudpickle"),
     (env, "is_exportable"),
     (mpi_run.env_util, "is_exportable"),
     (remote, "SSH_COMMAND_PREFIX"),

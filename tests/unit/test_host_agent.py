@@ -6,7 +6,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,53 +75,6 @@ def test_this_host_is_reached_by_the_address_it_sends_from() -> None:
     # The address that the kernel sends from, in a network of another mask on a bridge.
     here.networks, there.reached = f"{host_agent.source_address('10.1.0.4')}/20:bridge", "10.1.0.4"
     assert watch.agents.local_networks() == ()
-
-
-MAPS = """
-import mmap, sys
-files = [open(path, "rb") for path in sys.argv[1:]]
-maps = [mmap.mmap(file.fileno(), 1, prot=mmap.PROT_READ) for file in files]
-print(flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.parametrize(
-    ("libraries", "beats", "seen"),
-    [
-        (["libtensorflow_cc.so.2"], 2, ["alone"]),
-        (["libtensorflow_cc.so.2"], 1, []),  # it may be about to load Horovod
-        (["libtensorflow_cc.so.2", "horovod/mpi_lib.so"], 2, ["1"]),
-        (["libtensorflow_cc.so.2", "libmpi.so.40"], 2, ["1"]),
-        (["libtensorflow_cc.so.2", "horovod/tensorflow/mpi_lib.so"], 2, ["horovod"]),
-        (["libmpi.so.40"], 2, []),
-        ([], 2, []),
-    ],
-    ids=lambda value: "+".join(value) or "nothing" if isinstance(value, list) else None,
-)
-def test_a_host_agent_reports_tensorflow_without_a_library_by_which_ranks_meet(libraries, beats, seen, tmp_path):
-    """Processes map small files with these names; TensorFlow of another job or of the launcher does not count."""
-    paths = [tmp_path / name for name in ("libtensorflow_other.so", *libraries)]
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("x")
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    job, rank = f"looks-{os.getpid()}", {"OMPI_COMM_WORLD_RANK": "0"}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", MAPS, *chosen], env={"RINGTRAIN_JOB": name, **variables}, **pipes)
-        for name, variables, chosen in ((job, rank, paths[1:]), ("another", rank, paths[:1]), (job, {}, paths[:1]))
-    ]
-    for rank in ranks:
-        rank.stdout.readline()
-    words = host_agent.argv("", job, (), Path("/"), os.environ["PATH"], "", timeout_s=5)
-    agent = subprocess.Popen(words, env={"PATH": os.environ["PATH"]}, **pipes)
-    assert any(line.startswith(f"{host_agent.SAYS}ready".encode()) for line in agent.stdout)
-    said = agent.communicate(b"beat\n" * beats + b"end\n", timeout=60)[0]
-    for rank in ranks:
-        rank.communicate()
-    watch, process = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun")), None
-    watch.agents.read(HostAgent("host2", process), said)  # type: ignore[arg-type]
-    assert sorted(watch.agents.tensorflow) == seen
 
 
 @pytest.mark.parametrize("counted", ["wc -l", "echo 1; true"])

@@ -231,7 +231,7 @@ AGENT = [
             "reached 10.1.0.3",
             "ready host1 0.1.0",
         ),
-        *("box 1 20 save", "taken 2", "tensorflow alone", "memory", "swept"),
+        *("box 1 20 save", "taken 2", "memory", "swept"),
     )
 ]
 COMMANDS = [

@@ -14,7 +14,7 @@ import pytest
 
 from ringtrain.protocol import env, failures, status
 from ringtrain.protocol.env import JOB, PLAN, STARTER, is_activated, path_with_own
-from ringtrain.protocol.failures import Failure, report_recovery
+from ringtrain.protocol.failures import Failure, report
 from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference, expectation
 from ringtrain.protocol.reader import Reader
 
@@ -204,7 +204,7 @@ def test_what_ranks_have_recovered_from_is_no_cause_any_more(capfd: pytest.Captu
     reader = Reader("j")
     for line in failure(1, 1.0).lines("j"):
         reader.take(line)
-    report_recovery({"RINGTRAIN_JOB": "j"})
+    report("recovery", "", environ={"RINGTRAIN_JOB": "j"})
     assert reader.take(capfd.readouterr().err)
     assert reader.first_failure() is None
     for line in failure(1, 2.0, "OSError: gone").lines("j"):

@@ -12,7 +12,6 @@ from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.restart import FAILURES_OF_A_HOST, RECENT, Restarts, causes_of, num_slots, ranks_on, why_not
-from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
 
 KILLED = JobResult(137, "rank 1 on host2 was killed by SIGKILL (signal 9)", rank=1, hosts=("host2",), global_step=20)
@@ -68,15 +67,6 @@ def test_the_same_rank_at_the_same_step_for_the_same_reason_twice():
         assert why_not(KILLED, [KILLED, other], THREE) == "", "only the last one counts"
     lost = JobResult(2, "lost host2", HOST_LOST, hosts=("host2",))
     assert why_not(lost, [lost], THREE) == "", "a host that goes twice is left out instead"
-
-
-def test_a_user_knows_better():
-    bug = JobResult(2, "rank 0 failed first: DataError: the file server is away", "DataError", rank=0)
-    assert why_not(bug, [bug], replace(THREE, restart_on="file server")) == ""
-    assert "--give-up-on" in why_not(KILLED, [], replace(THREE, give_up_on="SIGKILL"))
-    assert "--give-up-on" in why_not(KILLED, [], replace(THREE, restart_on="SIGKILL", give_up_on="SIGKILL"))
-    with pytest.raises(LaunchError, match=r"got --give-up-on '\(', expected a regular expression"):
-        replace(ONCE, give_up_on="(").checked()
 
 
 HOSTS = [Host("host1", 4), Host("host2", 4), Host("host3", 4)]

@@ -7,7 +7,6 @@ plan:           the command that starts a job on executors
 driver:         that command: starts a task per rank, forwards output and signals, collects exit codes
 placement:      assigns ranks to tasks
 task:           a task: runs a rank and forwards its output to the driver
-rendezvous:     key-value store through which Gloo's ranks connect
 dataframe:      rows of a DataFrame, distributed over ranks
 """
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import importlib.util
 import os
 import queue
 import secrets
 import signal
-import socket
-import struct
 import sys
 import threading
 import time
@@ -26,13 +25,13 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.cluster import processes
+from ringtrain.cluster import horovod_driver, processes
 from ringtrain.cluster.spark import dataframe, placement, task
 from ringtrain.cluster.spark.plan import check_slots
-from ringtrain.cluster.spark.rendezvous import Store
 from ringtrain.cluster.spark.session import local_slots, reason, start
-from ringtrain.errors import LaunchError, RingtrainError
-from ringtrain.protocol.env import FEED, JOB, MARK
+from ringtrain.errors import LaunchError, MissingDependency, RingtrainError
+from ringtrain.protocol import transport
+from ringtrain.protocol.env import FEED, JOB, MARK, install
 from ringtrain.protocol.status import STATUS_FILES
 
 if TYPE_CHECKING:
@@ -57,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not command:
             raise LaunchError("got no command to run: expected it after --")
+        if importlib.util.find_spec("horovod") is None:
+            raise MissingDependency(f"no horovod in {sys.executable}, by which ranks meet: {install()}")
         check_slots(options.num_ranks, options.master)
         defaults = {
             "spark.cores.max": str(options.num_ranks),  # a standalone cluster would otherwise allocate all its cores
@@ -129,16 +130,22 @@ class Job:
         key = secrets.token_bytes(32)
         for number in SIGNALS:
             signal.signal(number, lambda received, _: self.messages.put((None, received)))
-        store = Store(listens_on)
+        rendezvous = horovod_driver.make_rendezvous()()
+        rendezvous.start()
         try:
             with Listener((listens_on, 0), family="AF_INET", backlog=1024) as listener:
                 threading.Thread(target=self._listen, args=(listener, key), daemon=True).start()
                 threading.Thread(target=self._run_spark, args=((here, listener.address[1]), key), daemon=True).start()
                 callers = self._wait_for_slots()
-                self._place(callers, store.environ(here))
+                placed = placement.assign([*callers.values()], by_index=bool(self.row_counts))
+                rendezvous.init([slot for _, slot in placed])
+                where = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous.listen(listens_on, here)}
+                where["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(rendezvous.port)
+                by_rank = [(caller, {**rendezvous.variables(slot), **where}) for caller, slot in placed]
+                self._place(callers, by_rank)
                 return self._follow()
         finally:
-            store.close()
+            rendezvous.stop()
 
     # ---- background threads ----------------------------------------------------------------------------------------
 
@@ -160,10 +167,10 @@ class Job:
     def _receive(self, connection: Connection, key: bytes) -> None:
         """Authenticates one connection by the key, then queues its messages."""
         try:
-            wait_at_most(connection, HANDSHAKE_S)
+            transport.limit(connection, HANDSHAKE_S)
             deliver_challenge(connection, key)
             answer_challenge(connection, key)
-            wait_at_most(connection, 0)
+            transport.limit(connection, 0)
             while True:
                 self.messages.put((connection, connection.recv()))
         except (EOFError, OSError, AuthenticationError):
@@ -194,10 +201,18 @@ class Job:
                 callers[connection] = placement.Caller(message["index"], message["host"], tuple(message["gpus"]))
         return callers
 
-    def _place(self, callers: Mapping[Connection, placement.Caller], rendezvous: Mapping[str, str]) -> None:
+    def _place(
+        self,
+        callers: Mapping[Connection, placement.Caller],
+        placed: Sequence[tuple[placement.Caller, dict[str, str]]],  # by rank, with its variables
+    ) -> None:
         connections = {caller: connection for connection, caller in callers.items()}
-        for rank, (caller, environ) in enumerate(placement.assign([*callers.values()], bool(self.row_counts))):
+        for rank, (caller, of_rank) in enumerate(placed):
             connection = connections[caller]
+            environ = {**of_rank, "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+            gpus = placement.gpus_of_host([*callers.values()], caller.host)
+            if gpus:
+                environ["CUDA_VISIBLE_DEVICES"] = gpus
             pipe_variable = ""
             if self.row_counts:
                 pipe_variable = FEED
@@ -206,7 +221,7 @@ class Job:
             connection.send(
                 {
                     "command": self.command,
-                    "environ": {**self.environ, **rendezvous, **environ},
+                    "environ": {**self.environ, **environ},
                     "folder": self.options.folder,
                     "pipe_variable": pipe_variable,
                     "status_file": f"{STATUS_FILES}-{self.environ.get(JOB, '')}-{rank}",
@@ -269,12 +284,6 @@ class Job:
         for connection in self.ranks:
             with contextlib.suppress(OSError):
                 connection.send(number)
-
-
-def wait_at_most(connection: Connection, seconds: int) -> None:
-    """Limits the duration of each read from a connection; 0: no limit."""
-    with task.socket_of(connection) as same:
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 if __name__ == "__main__":
