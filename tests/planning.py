@@ -77,8 +77,10 @@ EXAMPLE_OF_WORKERS = Job(COMMAND, 8, (Host("worker-0", 4), Host("worker-1", 4)))
 
 def examples() -> dict[Path, str]:
     """The files in launch/ that are what the planners print, for one job."""
-    batch = slurm.Batch(time_limit="1-00:00:00", num_nodes=2)
-    (script,) = slurm.sbatch(EXAMPLE, batch).files.values()
+    (script,) = slurm.sbatch(EXAMPLE).files.values()
+    name, tasks = "#SBATCH --job-name=ringtrain\n", "#SBATCH --ntasks=8\n"
+    script = script.replace(name, f"{name}#SBATCH --time=1-00:00:00\n#SBATCH --nodes=2\n")
+    script = script.replace(tasks, f"{tasks}#SBATCH --ntasks-per-node=4\n")
     (manifest,) = kubernetes.plan(EXAMPLE_OF_WORKERS, kubernetes.Cluster(gpus_per_worker=4)).files.values()
     return {ROOT / "launch" / "slurm.sbatch": script, ROOT / "launch" / "mpijob.yaml": manifest}
 

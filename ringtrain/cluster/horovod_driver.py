@@ -15,7 +15,6 @@ import hmac
 import os
 import secrets
 import shlex
-import socket
 import socketserver
 import sys
 from collections.abc import Mapping, Sequence
@@ -163,7 +162,11 @@ def common_interfaces(settings: Any, hosts: Sequence[str], remote_hosts: Any = N
     for host in others:
         for name in (ssh_name(host), host):
             with contextlib.suppress(OSError):
-                return {interface_of(host_agent.source_address(name))}
+                address = host_agent.source_address(name)
+                interface = services.interface_of(address)
+                if not interface:
+                    raise LaunchError(f"no interface has the address {address}: give --network-interface")
+                return {interface}
     raise LaunchError(f"{', '.join(others[:10])}: no IPv4 address found from here: give --network-interface NAME")
 
 
@@ -174,16 +177,6 @@ def ssh_name(host: str) -> str:
             if line.startswith("hostname "):
                 return line.split()[1]
     return host
-
-
-def interface_of(address: str) -> str:
-    """Name of the interface with an IPv4 address. Raises LaunchError if there is none."""
-    import psutil
-
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.family == socket.AF_INET and entry.address == address for entry in entries):
-            return str(name)
-    raise LaunchError(f"no interface has the address {address}: give --network-interface")
 
 
 def slot(host: str, rank: int, local_rank: int, size: int) -> Any:

@@ -131,7 +131,6 @@ boxes() {{
         # Other users of the host may leave files and links of such names.
         [ -f "$box" ] && [ -O "$box" ] && [ ! -L "$box" ] || continue
         rank=${{box##*-}}
-        rank=${{rank%%.*}}
         case $rank in
         "" | *[!0-9]*) ;;
         *) echo "{SAYS}box $rank $(head -c {STATUS_LENGTH} "$box" | tr -c "[:alnum:],.:_-" " ")" ;;

@@ -61,3 +61,13 @@ def address_of(interface: str) -> str:
 
     entries = psutil.net_if_addrs().get(interface, [])
     return next((str(entry.address) for entry in entries if entry.family == socket.AF_INET), "")
+
+
+def interface_of(address: str) -> str:
+    """Name of the interface with an IPv4 address; "" if there is none."""
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.family == socket.AF_INET and entry.address == address for entry in entries):
+            return str(name)
+    return ""

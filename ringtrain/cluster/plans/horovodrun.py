@@ -26,7 +26,6 @@ def plan(
     job: Job,
     gloo: bool = False,
     dialect: str = "openmpi4",  # key of mpirun.DIALECTS for the mpirun that it will find
-    mpi_prefix: str = "",  # directory above mpirun's bin, for Open MPI's programs on other hosts; "": on PATH
     start_timeout_s: int = 60,
     interface: str = "",
     python: str = "python3",
@@ -50,7 +49,7 @@ def plan(
     hosts = words(
         "-H", listed, because="hosts, each with the ranks it takes; its reader of hostfiles knows one form only"
     )
-    return _plan(job, gloo, [hosts], interface, start_timeout_s, {}, mpi_prefix, python)
+    return _plan(job, gloo, [hosts], interface, start_timeout_s, {}, python)
 
 
 def elastic(
@@ -95,7 +94,7 @@ def elastic(
     if any(cooldown_s):
         because = "seconds, shortest and longest, after which the slot of a rank that has failed is used again"
         limits.append(words("--blacklist-cooldown-range", *cooldown_s, because=because))
-    return _plan(job, True, limits, interface, start_timeout_s, files, python=python, first_ranks=first_ranks)
+    return _plan(job, True, limits, interface, start_timeout_s, files, python, first_ranks)
 
 
 def _check(job: Job) -> None:
@@ -119,8 +118,7 @@ def _plan(
     interface: str,
     start_timeout_s: int,
     files: dict[str, str],
-    prefix: str = "",
-    python: str = "python3",
+    python: str,
     first_ranks: int = 0,
 ) -> Plan:
     if gloo:
@@ -161,7 +159,7 @@ def _plan(
         folder = job.output if gloo else shlex.quote(job.output)
         flags.append(words("--output-filename", folder, because="keeps a log per rank"))
     if not gloo:
-        flags += _mpi_arguments(job, prefix)
+        flags += _mpi_arguments(job)
     return Plan((*flags, *reported(job)), job.command, values, reasons, files)
 
 
@@ -177,13 +175,11 @@ def _check_gloo(job: Job) -> None:
         )
 
 
-def _mpi_arguments(job: Job, prefix: str) -> Iterator[Flag]:
+def _mpi_arguments(job: Job) -> Iterator[Flag]:
     """Arguments that horovodrun passes on to mpirun, through a shell."""
     # With a port, horovodrun itself passes options of ssh, which mpirun accepts once only.
     left_out = ("plm_rsh_no_tree", "plm_rsh_num", *(["plm_rsh_args"] if job.ssh_port else []))
     flags = [flag for flag in openmpi.control(job, openmpi.FOUR) if not flag.words[1].startswith(left_out)]
-    if prefix:
-        flags.append(words("--prefix", prefix, because="where Open MPI is, on other hosts too"))
     if job.oversubscribe:
         flags.append(words("--oversubscribe", because="more ranks than slots are allowed, as asked for"))
     if flags:

@@ -26,6 +26,8 @@ SECRET = "ringtrain"
 """name of the Secret with the values of variables given by --forward"""
 SHARED_MEMORY = "8Gi"
 """size limit of /dev/shm, which NCCL and MPI use between ranks of a worker"""
+SSH_HOME = "/home/ringtrain/.ssh"
+"""directory of the image user's keys"""
 SSHD, SSHD_PORT = "/opt/ringtrain/launch/sshd.sh", 2222
 """command of a worker in ringtrain's image, with a port as its argument, and the default port"""
 UNPRIVILEGED = {"runAsNonRoot": True, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
@@ -45,8 +47,6 @@ class Cluster:
     gpus_per_worker: int = 0
     resources: Mapping[str, str] = field(default_factory=dict)
     """other requests and limits of a worker, e.g. cpu: 8, memory: 32Gi"""
-    ssh_home: str = "/home/ringtrain/.ssh"
-    """directory of the image user's keys; unless it is /root/.ssh, mpirun runs without the flag for root"""
 
 
 class Commented(tuple[str, ...]):
@@ -112,7 +112,7 @@ def manifest(job: Job, cluster: Cluster) -> dict[str, Any]:
         "spec": {
             "slotsPerWorker": job.hosts[0].slots,
             "mpiImplementation": IMPLEMENTATIONS[cluster.dialect],
-            "sshAuthMountPath": cluster.ssh_home,
+            "sshAuthMountPath": SSH_HOME,
             "launcherCreationPolicy": "WaitForWorkersReady",
             "runPolicy": {"cleanPodPolicy": "Running"},
             "mpiReplicaSpecs": {
@@ -137,21 +137,19 @@ def pods(
     """Specs of the pod that runs mpirun, and of those that run sshd and the ranks. Raises LaunchError."""
     _check(job, cluster)
     kept = {name: value for name, value in job.environment.items() if name not in OF_THIS_MACHINE}
-    as_root = cluster.ssh_home == "/root/.ssh"
     # Ranks start in the image's directory, not in one of this machine.
-    inner = replace(job, working_directory="", environment=kept, allow_root=as_root, wheel_mpi="")
+    inner = replace(job, working_directory="", environment=kept, allow_root=False, wheel_mpi="")
     names = forwarded(inner)
     # Ranks get the image's PATH, which is forwarded: sshd has another one.
     passed = {**{name: kept[name] for name in names}, "PATH": ""}
     launch = mpirun.plan(replace(inner, environment=passed), cluster.dialect, hostfile=HOSTFILE)
     image = {"image": cluster.image, "imagePullPolicy": "IfNotPresent"}
-    security = {} if inner.allow_root else {"securityContext": UNPRIVILEGED}
     launcher = {
         "name": launcher_name,
         **image,
         "command": list(_escaped(launch)),
         "env": _variables(launch, inner, names),
-        **security,
+        "securityContext": UNPRIVILEGED,
         "resources": {"limits": LAUNCHER_RESOURCES},
     }
 
@@ -168,7 +166,7 @@ def pods(
             "initialDelaySeconds": 1,
             "periodSeconds": 2,
         },
-        **security,
+        "securityContext": UNPRIVILEGED,
         **({"resources": {"limits": limits}} if limits else {}),
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ringtrain.cluster import job as jobs
 from ringtrain.cluster.environment import Setting, as_mapping, names_for_ranks, settings
@@ -23,26 +23,17 @@ NOTICE_S = 120
 """before the time limit, for ranks to save"""
 
 
-@dataclass(frozen=True)
-class Batch:
-    name: str = "ringtrain"
-    time_limit: str = ""
-    """as Slurm writes it, e.g. 1-00:00:00; "": the partition's"""
-    num_nodes: int = 0
-    """chosen by Slurm, with the same number of ranks each; 0: any number, or the job's hosts"""
-
-
-def srun(job: Job, mpi: str = "pmix", program: str = "srun") -> Plan:
-    """Command that starts a job in an allocation; without hosts Slurm places the ranks. mpi: Slurm's plug-in."""
+def srun(job: Job, program: str = "srun") -> Plan:
+    """Command that starts a job in an allocation; without hosts Slurm places the ranks."""
     check(job)
     check_names(job.hosts, "srun")
-    values, reasons = as_mapping([*settings(job), *_settings(job, mpi)])
+    values, reasons = as_mapping([*settings(job), *_settings(job)])
     files: dict[str, str] = {}
     flags = [
         words(program, because="starts ranks in this allocation"),
         words("--ntasks", job.num_ranks, because=jobs.NUM_RANKS),
         *_placement(job, values, reasons, files),
-        words(f"--mpi={mpi}", because="how ranks find each other; srun --mpi=list shows what there is"),
+        words("--mpi=pmix", because="how ranks find each other; srun --mpi=list shows what there is"),
         words("--kill-on-bad-exit=1", because="one rank that fails ends the job: the others would wait for ever"),
         words("--label", because=jobs.TAGGED),
     ]
@@ -63,7 +54,7 @@ def srun(job: Job, mpi: str = "pmix", program: str = "srun") -> Plan:
     return Plan((*flags, *reported(job)), job.command, values, reasons, files)
 
 
-def sbatch(job: Job, batch: Batch = Batch()) -> Plan:
+def sbatch(job: Job) -> Plan:
     """Command that submits a job, and its script. Hosts are requested by name; for localhost or none, Slurm chooses."""
     check(job)
     hosts = tuple(host for host in job.hosts if host.name != "localhost")
@@ -72,12 +63,8 @@ def sbatch(job: Job, batch: Batch = Batch()) -> Plan:
         raise LaunchError(
             "sbatch starts the same number of ranks on each host: choose hosts with the same slots, or --launcher srun"
         )
-    if batch.num_nodes and (hosts or job.num_ranks % batch.num_nodes):
-        raise LaunchError(
-            f"got {job.num_ranks} ranks on {batch.num_nodes} nodes, expected a multiple, and no hosts named"
-        )
     files: dict[str, str] = {}
-    path = add_file(files, job, "job.sbatch", _script(replace(job, hosts=hosts), batch))
+    path = add_file(files, job, "job.sbatch", _script(replace(job, hosts=hosts)))
     flags = [words("sbatch", because="submits the job to Slurm")]
     if job.environment:
         flags.append(_export(job, HOME, "variables that the job gets, by name: Slurm would keep a copy of all of them"))
@@ -108,13 +95,12 @@ def _placement(job: Job, values: dict[str, str], reasons: dict[str, str], files:
     yield words("--distribution=block", because="ranks fill a host before the next")
 
 
-def _settings(job: Job, mpi: str) -> Iterator[Setting]:
+def _settings(job: Job) -> Iterator[Setting]:
     """Options of Open MPI as environment variables, since there is no mpirun."""
-    if mpi.startswith("pmix"):
-        because = "Slurm's PMIx offers munge as well, which Open MPI from PyPI lacks, and says so on every rank"
-        yield Setting("PMIX_MCA_psec", "^munge", because)
-        because = "with Slurm's other barriers a rank may get messages before it is ready, and crash in MPI_Init"
-        yield Setting("SLURM_PMIX_FENCE", "ring", because)
+    because = "Slurm's PMIx offers munge as well, which Open MPI from PyPI lacks, and says so on every rank"
+    yield Setting("PMIX_MCA_psec", "^munge", because)
+    because = "with Slurm's other barriers a rank may get messages before it is ready, and crash in MPI_Init"
+    yield Setting("SLURM_PMIX_FENCE", "ring", because)
     if job.network == "ucx":
         yield Setting("OMPI_MCA_pml", "ucx", jobs.UCX)
     else:
@@ -133,11 +119,11 @@ def _export(job: Job, also: dict[str, str] | tuple[str, ...], reason: str) -> Fl
     return words(f"--export={','.join(names)}", because=reason)
 
 
-def _script(job: Job, batch: Batch) -> str:
+def _script(job: Job) -> str:
     """Script that sbatch submits; it can also be edited and submitted by hand."""
     # The allocation's own hosts and environment, and the directory given to sbatch.
     inner = srun(replace(job, hosts=(), environment={}, forward=(), working_directory="", id=""))
-    lines = ["#!/usr/bin/env bash", *_header(job, batch), ""]
+    lines = ["#!/usr/bin/env bash", *_header(job), ""]
     lines += ["# Ranks save and exit at SIGUSR1 and SIGTERM; they resume when the job runs again."]
     for name, value in inner.env.items():
         lines.append(f"export {name}={shlex.quote(value)}  # {_in_line(inner.env_reasons[name])}")
@@ -169,16 +155,14 @@ def _script(job: Job, batch: Batch) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _header(job: Job, batch: Batch) -> Iterator[str]:
+def _header(job: Job) -> Iterator[str]:
     """#SBATCH lines. Raises LaunchError for a value that Slurm could read as more than a value."""
-    num_nodes = len(job.hosts) or batch.num_nodes
     asked: dict[str, str | int] = {
-        "job-name": batch.name,
-        "time": batch.time_limit,
-        "nodes": num_nodes,
+        "job-name": "ringtrain",
+        "nodes": len(job.hosts),
         "nodelist": ",".join(host.name for host in job.hosts),
         "ntasks": job.num_ranks,
-        "ntasks-per-node": job.num_ranks // num_nodes if num_nodes else 0,
+        "ntasks-per-node": job.hosts[0].slots if job.hosts else 0,
         "cpus-per-task": job.threads_per_rank,
         "signal": f"B:USR1@{NOTICE_S}",
         "open-mode": "append",

@@ -46,7 +46,7 @@ def runtime(job: Job, cluster: Cluster) -> dict[str, Any]:
     launcher_job = {
         "name": "launcher",
         "dependsOn": [{"name": "node", "status": "Ready"}],
-        **_template(launcher, cluster),
+        **_template(launcher),
     }
     # What Kubeflow Trainer adds for the step "trainer" belongs to the pod that knows how the job ends.
     launcher_job["template"]["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
@@ -60,7 +60,7 @@ def runtime(job: Job, cluster: Cluster) -> dict[str, Any]:
                 "mpi": {
                     "numProcPerNode": job.hosts[0].slots,
                     "mpiImplementation": kubernetes.IMPLEMENTATIONS[cluster.dialect],
-                    "sshAuthMountPath": cluster.ssh_home,
+                    "sshAuthMountPath": kubernetes.SSH_HOME,
                     "runLauncherAsNode": False,
                 },
             },
@@ -68,15 +68,13 @@ def runtime(job: Job, cluster: Cluster) -> dict[str, Any]:
                 "spec": {
                     "network": {"publishNotReadyAddresses": True},
                     "successPolicy": {"operator": "All", "targetReplicatedJobs": ["launcher"]},
-                    "replicatedJobs": [{"name": "node", **_template(node, cluster)}, launcher_job],
+                    "replicatedJobs": [{"name": "node", **_template(node)}, launcher_job],
                 }
             },
         },
     }
 
 
-def _template(pod: dict[str, Any], cluster: Cluster) -> dict[str, Any]:
+def _template(pod: dict[str, Any]) -> dict[str, Any]:
     """Template of a job of such pods."""
-    if cluster.ssh_home != "/root/.ssh":
-        pod = {"securityContext": {"fsGroup": GROUP}, **pod}
-    return {"template": {"spec": {"template": {"spec": pod}}}}
+    return {"template": {"spec": {"template": {"spec": {"securityContext": {"fsGroup": GROUP}, **pod}}}}}

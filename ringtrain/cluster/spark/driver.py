@@ -32,7 +32,6 @@ from ringtrain.cluster.spark.session import local_slots, reason, start
 from ringtrain.errors import LaunchError, MissingDependency, RingtrainError
 from ringtrain.protocol import transport
 from ringtrain.protocol.env import FEED, JOB, MARK, install
-from ringtrain.protocol.status import STATUS_FILES
 
 if TYPE_CHECKING:
     from pyspark import RDD
@@ -70,10 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         spark = start(options.master, settings, defaults)
         try:
             check_slots(options.num_ranks, spark.sparkContext.master)
-            from pyspark import cloudpickle
-
-            for module in (task, dataframe):
-                cloudpickle.register_pickle_by_value(module)  # executors need no ringtrain to report errors
             slots = spark.sparkContext.parallelize(range(options.num_ranks), options.num_ranks)
             row_counts = ""
             if options.data:
@@ -213,9 +208,7 @@ class Job:
             gpus = placement.gpus_of_host([*callers.values()], caller.host)
             if gpus:
                 environ["CUDA_VISIBLE_DEVICES"] = gpus
-            pipe_variable = ""
             if self.row_counts:
-                pipe_variable = FEED
                 environ[FEED] = f"{rank} {len(callers)} {self.row_counts}"
             self.ranks[connection] = rank
             connection.send(
@@ -223,8 +216,8 @@ class Job:
                     "command": self.command,
                     "environ": {**self.environ, **environ},
                     "folder": self.options.folder,
-                    "pipe_variable": pipe_variable,
-                    "status_file": f"{STATUS_FILES}-{self.environ.get(JOB, '')}-{rank}",
+                    "job": self.environ.get(JOB, ""),
+                    "rank": rank,
                 }
             )
 

@@ -1,17 +1,13 @@
-"""Spark task that runs one rank on an executor for the driver. Sent there as a whole: standard library only."""
+"""Spark task that runs one rank on an executor for the driver."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
-import glob
 import os
 import pickle
 import signal
 import socket
-import stat
-import struct
 import subprocess
 import sys
 import threading
@@ -19,13 +15,13 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
+from ringtrain.protocol import services, status
+from ringtrain.protocol.env import FEED
+
 PR_SET_PDEATHSIG = 1
-SIOCGIFADDR = 0x8915  # ioctl: IPv4 address of an interface
 PIPE_S = 2.0  # for processes that a rank left behind to close its output
 PATHS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 NOT_STARTED = 127
-STATUS_LENGTH = 80
-"""as in protocol.status"""
 
 
 def task(address: tuple[str, int], key: bytes) -> Callable[[int, Iterable[Any]], Iterator[None]]:
@@ -54,8 +50,8 @@ def run(
     command: list[str],  # a `python` in it is the executor's
     environ: dict[str, str],
     folder: str,
-    status_file: str,  # contains the rank's current step
-    pipe_variable: str,  # passes the descriptor of the row pipe to the rank; "": no rows are streamed
+    job: str,  # its ID, "" without one
+    rank: int,
 ) -> None:
     """Runs a rank's command until it exits or the driver disconnects."""
     lock = threading.Lock()
@@ -69,12 +65,12 @@ def run(
         line = f"{socket.gethostname()} has no directory {missing}: the rank starts in {folder}\n"
         report(stream=2, line=line.encode())
     inherited: tuple[int, ...] = ()
-    if pipe_variable:
+    if FEED in environ:  # the rank gets the rows by a pipe
         reading, writing = os.pipe()
         inherited = (reading,)
-        environ[pipe_variable] = f"{reading} {environ[pipe_variable]}"
+        environ[FEED] = f"{reading} {environ[FEED]}"
     try:
-        interface = _interface(_own_address(connection))
+        interface = services.interface_of(_own_address(connection))
         process = _start(command, _environment(environ, interface), folder, inherited)
     except OSError as error:
         report(stream=2, line=f"{command[0]} cannot be started: {error.strerror}\n".encode())
@@ -90,14 +86,14 @@ def run(
     signals = threading.Thread(target=_forward_signals, args=(connection, process), daemon=True)
     for thread in (*readers, signals):
         thread.start()
-    if pipe_variable:
+    if inherited:
         os.close(reading)
         threading.Thread(target=_stream_rows, args=(rows, writing), daemon=True).start()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # keeps the process and group ID reserved
     for reader in readers:
         reader.join(PIPE_S)
     _kill(process.pid)
-    report(ended=process.wait(), step=_status(status_file))
+    report(ended=process.wait(), step=status.take(job, rank))
     with contextlib.suppress(OSError), socket_of(connection) as same:
         same.shutdown(socket.SHUT_RDWR)  # the driver must not wait: the executor's Python may keep running
 
@@ -140,22 +136,6 @@ def _forward_signals(connection: Connection, process: subprocess.Popen[bytes]) -
             _kill(process.pid)
 
 
-def _status(path: str) -> str:
-    """Status line of a rank, which is then removed; "" without one. Others may have files and links of its name."""
-    for name in (path, *glob.glob(f"{path}.*")):
-        with contextlib.suppress(OSError):
-            # O_NONBLOCK: a FIFO without a writer would block.
-            with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), errors="replace") as file:
-                opened = os.fstat(file.fileno())
-                if not stat.S_ISREG(opened.st_mode) or opened.st_uid != os.geteuid():
-                    continue
-                text = file.read(STATUS_LENGTH)
-            os.unlink(name)
-            letters = [letter if letter.isprintable() else " " for letter in text]
-            return "".join(letters).strip()
-    return ""
-
-
 def _environment(forwarded: dict[str, str], interface: str) -> dict[str, str]:
     """Executor's variables and `interface`, replaced by the job's; PATHS are joined, the executor's Python first."""
     environ = dict(os.environ)
@@ -174,17 +154,6 @@ def socket_of(connection: Connection) -> socket.socket:
 def _own_address(connection: Connection) -> str:
     with socket_of(connection) as same:
         return str(same.getsockname()[0])
-
-
-def _interface(address: str) -> str:
-    """Name of the network interface with this address, which reaches the driver and the other hosts; "" if none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return ""
 
 
 def _die_with_parent() -> None:
