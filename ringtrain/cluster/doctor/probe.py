@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib  # noqa: F401 - for the functions that come with the request, as some others
 import fcntl  # noqa: F401
-import hashlib
 import importlib.util
 import ipaddress  # noqa: F401
 import json
@@ -21,11 +20,10 @@ import struct  # noqa: F401
 import subprocess
 import sys
 import threading  # noqa: F401
+import time  # noqa: F401
 from collections.abc import Callable, Mapping
 from typing import Any
 
-CODE = (".py", ".toml")
-MOST_ENTRIES = 20000
 PROGRAM_TIMEOUT_S = 8
 
 
@@ -82,38 +80,6 @@ def horovod_library() -> bytes | None:
             with open(library, "rb") as file:
                 return file.read()
     return None
-
-
-def hashes(folder: str, leave_out: str) -> dict[str, Any] | None:
-    """{"folder", "hash", "files": {name: hash}} of the .py and .toml files in a folder; None if it does not exist."""
-    if not os.path.isdir(folder):
-        return None
-    files: dict[str, str] = {}
-    entries = 0
-    together = hashlib.sha256()
-    left_out = ""
-    if leave_out:
-        left_out = os.path.normpath(os.path.join(folder, leave_out))
-    for parent, folders, names in os.walk(folder):
-        walked = []
-        for name in sorted(folders):
-            path = os.path.join(parent, name)
-            is_environment = os.path.exists(os.path.join(path, "pyvenv.cfg"))
-            is_cache = name in ("__pycache__", "node_modules", "site-packages")
-            if not (name.startswith(".") or is_cache or is_environment or path == left_out):
-                walked.append(name)
-        folders[:] = walked
-        entries += len(names) + len(folders)
-        if entries > MOST_ENTRIES:
-            return {"folder": folder, "hash": None, "files": {}}
-        for name in sorted(names):
-            path = os.path.join(parent, name)
-            if name.endswith(CODE) and os.path.isfile(path):
-                with open(path, "rb") as file:
-                    files[os.path.relpath(path, folder)] = hashlib.sha256(file.read()).hexdigest()[:12]
-    for name in sorted(files):
-        together.update(f"{files[name]} {name}\n".encode(errors="surrogateescape"))
-    return {"folder": folder, "hash": together.hexdigest()[:12], "files": files}
 
 
 if __name__ == "__main__":

@@ -31,8 +31,6 @@ class DoctorOptions:
 
     run_directory: Annotated[str, Argument("DIR")] = "runs"
     """parent directory of all runs"""
-    code: Annotated[str, Argument("DIR")] = "."
-    """your code, the same on every host"""
     timeout_s: Annotated[float, Argument("S", ("--timeout",))] = 10
     """seconds for a host to answer"""
     as_json: Annotated[bool, Argument("", ("--json",))] = False

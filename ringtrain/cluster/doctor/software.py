@@ -1,4 +1,4 @@
-"""Software checks of `ringtrain doctor`: Python, packages, Horovod's build, ringtrain, the user's code, MPI."""
+"""Software checks of `ringtrain doctor`: Python, packages, Horovod's build, ringtrain, the folder, MPI."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ringtrain.cluster.doctor.findings import Cell, Check, Facts, Level, Probe, Scene, most
-from ringtrain.cluster.doctor.probe import folder_of, hashes, horovod_library, outcome, read
-from ringtrain.cluster.hosts import count
+from ringtrain.cluster.doctor.probe import folder_of, horovod_library, outcome, read
 from ringtrain.protocol.env import ALL_OF_IT, installer
 
 MPI_KINDS = {"Open MPI": r"\(Open(?: MPI|RTE)\) ([\d.]+)", "Intel MPI": r"Intel.* MPI .*?Version ([\d.]+)"}
@@ -55,15 +54,14 @@ def horovod_operations(wanted: Mapping[str, Any]) -> list[str] | None:
 
 
 def ringtrain(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """{"version", "folder", "hash", "files"} of the installed ringtrain."""
+    """{"version", "folder"} of the installed ringtrain."""
     folder = folder_of("ringtrain")
     version = re.search(r'^__version__ = "(.+)"$', read(os.path.join(folder, "__init__.py")), re.MULTILINE)
-    number = version.group(1) if version else "?"
-    return {"version": number, **(hashes(folder, "") or {})}
+    return {"version": version.group(1) if version else "?", "folder": folder}
 
 
-def code(wanted: Mapping[str, Any]) -> dict[str, Any] | None:
-    return hashes(wanted["code"], wanted["run_directory"])
+def folder(wanted: Mapping[str, Any]) -> bool:
+    return os.path.isdir(wanted["folder"])
 
 
 def mpirun(wanted: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -137,19 +135,17 @@ def check_ringtrain(probe: Probe, facts: Facts, scene: Scene) -> Cell:
     if remote is None:
         text = f"not installed for {facts['python']['executable']}, and not in the directory that ranks start in"
         return Cell("none", "error", text, _copy(local["folder"]), "here")
-    return _same_files(f"{remote['version']} {_short(remote)}", local, remote)
+    if remote["version"] != local["version"]:
+        text = f"version {remote['version']}, expected version {local['version']}"
+        return Cell(remote["version"], "error", text, _copy(local["folder"]), "here")
+    return Cell(remote["version"])
 
 
-def check_code(probe: Probe, facts: Facts, scene: Scene) -> Cell:
-    local, remote = scene.here["code"], facts["code"]
-    if local is None or local["hash"] is None:
-        folder = "this directory" if local is None else local["folder"]
-        text = f"not compared: {folder} has too many files; name the directory of your code"
-        return Cell("?", "warning", text, "ringtrain doctor --code DIR", "here")
-    if remote is None:
-        text = f"no directory {local['folder']}, in which ranks start"
-        return Cell("none", "error", text, _copy(local["folder"]), "here")
-    return _same_files(_short(remote), local, remote)
+def check_folder(probe: Probe, facts: Facts, scene: Scene) -> Cell:
+    if not facts["folder"]:
+        text = f"no directory {os.getcwd()}, in which ranks start"
+        return Cell("none", "error", text, _copy(os.getcwd()), "here")
+    return Cell("there")
 
 
 def check_mpi(probe: Probe, facts: Facts, scene: Scene) -> Cell:
@@ -180,25 +176,8 @@ def mpi_of(answer: Mapping[str, Any]) -> tuple[str, str]:
     return "", ""
 
 
-def _same_files(value: str, local: Facts, remote: Facts) -> Cell:
-    if local["hash"] == remote["hash"]:
-        return Cell(value)
-    files, others = local["files"], remote["files"]
-    names = sorted(name for name in {*files, *others} if files.get(name) != others.get(name))
-    text = f"{count(len(names), 'file')} of {remote['folder']} not as here: {', '.join(names[:3])}"
-    if len(names) > 3:
-        text += ", ..."
-    if remote.get("version") != local.get("version"):
-        text = f"version {remote['version']}, expected version {local['version']}; {text}"
-    return Cell(value, "error", text, _copy(local["folder"]), "here")
-
-
 def _copy(folder: str) -> str:
     return f"rsync -aR {shlex.quote(folder)} {{host}}:/"
-
-
-def _short(files: Facts) -> str:
-    return (files["hash"] or "?")[:6] if files["files"] else "no files"
 
 
 def _install(facts: Facts) -> str:
@@ -212,6 +191,6 @@ CHECKS = {
     "Horovod": check_package("horovod"),
     "built with": Check(check_build, (horovod_operations,), may_lack=True),
     "ringtrain": Check(check_ringtrain, (ringtrain,), may_lack=True),
-    "code": Check(check_code, (code,), may_lack=True),
+    "folder": Check(check_folder, (folder,)),
     "MPI": Check(check_mpi, (mpirun,), may_lack=True),
 }
