@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 from ringtrain.cluster.hosts import Host  # noqa: E402
 from ringtrain.cluster.job import Job, Plan, explain  # noqa: E402
-from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, slurm, trainjob  # noqa: E402 - also runs as a script
+from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, slurm  # noqa: E402 - also runs as a script
 from ringtrain.errors import LaunchError  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -68,7 +68,7 @@ PLANNERS: dict[str, Callable[[Job], Plan]] = {
         f"mpijob-{name}": lambda job, name=name: kubernetes.plan(job, kubernetes.Cluster(dialect=name))  # type: ignore[misc]
         for name in mpirun.DIALECTS
     },
-    "trainjob": lambda job: trainjob.plan(job, kubernetes.Cluster()),
+    "trainjob": lambda job: kubernetes.train_job_plan(job, kubernetes.Cluster()),
 }
 
 EXAMPLE = Job(COMMAND, 8, (Host("localhost", 8),))

@@ -28,7 +28,7 @@ from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
 from ringtrain.cluster.hosts import Host, parse_hosts, read_hostfile, select, take
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.launch_options import IN_KUBERNETES, LaunchOptions
-from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, openmpi, slurm, trainjob
+from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, openmpi, slurm
 from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.attempt import Attempt
@@ -309,7 +309,7 @@ def planner_of(options: LaunchOptions) -> tuple[Planner, str]:
         "srun": partial(slurm.srun, program=shutil.which("srun") or "srun"),
         "sbatch": slurm.sbatch,
         "mpijob": lambda job: kubernetes.plan(job, cluster_of(options)),
-        "trainjob": lambda job: trainjob.plan(job, cluster_of(options)),
+        "trainjob": lambda job: kubernetes.train_job_plan(job, cluster_of(options)),
     }
     return planners[options.launcher], ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -122,14 +121,12 @@ def why_not(result: JobResult, before: Sequence[JobResult], options: LaunchOptio
     return ""
 
 
-@functools.cache
 def takes_any_number(command: tuple[str, ...]) -> bool:
     """Returns whether a job may continue with any number of ranks: a configured run has a batch size per rank."""
     # Another program may start a configured run.
     return as_main.is_python(command) and not any("ringtrain.train" in word for word in command)
 
 
-@functools.cache
 def ranks_on(slots: int, num_ranks: int, min_ranks: int = 1, has_batch_per_rank: bool = False) -> int:
     """Number of ranks for a restart, up to `num_ranks`; 0 if below `min_ranks`."""
     for number in range(min(slots, num_ranks), max(1, min_ranks) - 1, -1):

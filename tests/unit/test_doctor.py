@@ -587,7 +587,8 @@ def test_what_a_login_shell_says_first_does_no_harm() -> None:
 def test_more_hosts_than_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     hosts = [Host(f"192.0.2.{number}") for number in range(1, 6)]
-    found = preflight.examine(hosts, preflight.Options(timeout_s=60, num_connections=2))
+    monkeypatch.setattr(preflight, "MAX_CONNECTIONS", 2)
+    found = preflight.examine(hosts, preflight.Options(timeout_s=60))
     assert [probe.error for probe in found.scene.probes] == [""] * len(hosts)
     assert [cell.value for cell in found.table["shared"]] == ["yes"] * len(hosts)
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]

@@ -27,7 +27,7 @@ from planning import COMMAND, ENVIRONMENT, GOLDEN, JOBS, PLANNERS, TWO_HOSTS, VA
 from ringtrain.cluster import environment, host_agent, job
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan, explain
-from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, openmpi, slurm, trainjob
+from ringtrain.cluster.plans import horovodrun, kubernetes, mpirun, openmpi, slurm
 from ringtrain.errors import LaunchError
 
 TIMEOUT_S = 60
@@ -664,7 +664,7 @@ def parsed(job: Job, cluster: kubernetes.Cluster = kubernetes.Cluster()) -> Any:
 
 def test_a_train_job_has_the_pods_of_an_mpi_job() -> None:
     cluster = kubernetes.Cluster(gpus_per_worker=4, namespace="team-a")
-    (text,) = trainjob.plan(TWO_HOSTS, cluster).files.values()
+    (text,) = kubernetes.train_job_plan(TWO_HOSTS, cluster).files.values()
     runtime, job = yaml.safe_load_all(text)
     assert faults(runtime, TRAINING_RUNTIME) == faults(job, TRAIN_JOB) == []
     runtime["spec"]["mlPolicy"]["mpi"]["slots"] = 4
@@ -676,7 +676,7 @@ def test_a_train_job_has_the_pods_of_an_mpi_job() -> None:
     assert [{**pod, "name": ""} for pod in pods] == [{**pod, "name": ""} for pod in of_mpi_job]
     assert job["spec"]["trainer"] == {"numNodes": 2, "numProcPerNode": 4}
     with pytest.raises(LaunchError, match="Open MPI alone"):
-        trainjob.plan(TWO_HOSTS, replace(cluster, dialect="intel"))
+        kubernetes.train_job_plan(TWO_HOSTS, replace(cluster, dialect="intel"))
 
 
 @pytest.mark.parametrize("dialect", mpirun.DIALECTS)

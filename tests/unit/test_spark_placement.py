@@ -8,7 +8,7 @@ import pytest
 
 from ringtrain.cluster import horovod_driver
 from ringtrain.cluster.job import Job
-from ringtrain.cluster.spark.placement import Caller, assign, gpus_of_host
+from ringtrain.cluster.spark.driver import Caller, assign, gpus_of_host
 from ringtrain.cluster.spark.plan import plan
 from ringtrain.cluster.spark.session import local_slots, reason
 from ringtrain.cluster.spark.task import _environment
@@ -55,7 +55,6 @@ def test_without_gpus_of_spark_ranks_see_what_their_host_has() -> None:
         ("local", 1),
         ("local[3]", 3),
         ("local[3, 4]", 3),
-        ("local-cluster[2,3,1024]", 6),
         ("spark://a:7077", None),
         ("", None),
     ],

@@ -29,6 +29,7 @@ CHECKS = {**software.CHECKS, **machine.CHECKS, **network.CHECKS}
 MARKS: dict[Level, str] = {"unknown": "", "ok": "", "warning": "! ", "error": "!! "}
 EXIT_CODES: dict[Level, int] = {"unknown": 0, "ok": 0, "warning": 1, "error": 2}
 MOST_HOSTS = 6  # listed in a line
+MAX_CONNECTIONS = 32
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def examine(hosts: Sequence[Host], options: Options) -> Report:
             folder = machine.disk(wanted)["folder"]
             marker = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".ringtrain-doctor-", dir=folder))
             wanted["marker"] = marker.name
-        pool = stack.enter_context(ThreadPoolExecutor(min(options.num_connections, len(everywhere))))
+        pool = stack.enter_context(ThreadPoolExecutor(min(MAX_CONNECTIONS, len(everywhere))))
         visited = tuple(pool.map(lambda host: visit(host, wanted, options), everywhere))
     probes = visited[: len(hosts)]
     local = next(probe for probe in visited if probe.host.name in (*local_names, "localhost"))

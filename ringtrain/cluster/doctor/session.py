@@ -41,7 +41,6 @@ class DoctorOptions:
 class Options(DoctorOptions):
     """How hosts are examined."""
 
-    num_connections: int = 32  # hosts probed at the same time
     ssh_port: int = 0  # 0: from ssh's configuration
     subnet: str = ""  # CIDR of the network of the job, e.g. 10.1.0.0/16; "": the one that all hosts share
     python: str = sys.executable  # full path of the Python that ranks are started with

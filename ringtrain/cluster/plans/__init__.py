@@ -7,7 +7,6 @@ openmpi:    flags of Open MPI 4 and 5
 hydra:      flags of MPICH and Intel MPI
 horovodrun: horovodrun over MPI, over Gloo, and elastic
 slurm:      srun, and a script for sbatch
-kubernetes: manifest of an MPIJob
-trainjob:   manifest of a TrainJob, with the same pods
+kubernetes: manifests of an MPIJob and a TrainJob
 rank_start: arguments before a rank's command: the report of its placement, and a log per rank
 """

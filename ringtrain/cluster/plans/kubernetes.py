@@ -1,6 +1,6 @@
-"""Manifest of an MPIJob (v2beta1) for Kubernetes' MPI Operator, which creates the hosts and their ssh keys.
+"""Manifests for Kubernetes: an MPIJob (v2beta1) of the MPI Operator, and a TrainJob (v1alpha1) of Kubeflow Trainer.
 
-Its pods are also those of a TrainJob.
+Both create the hosts, their ssh keys and the hostfile, and have the same pods.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ SSH_HOME = "/home/ringtrain/.ssh"
 """directory of the image user's keys"""
 SSHD, SSHD_PORT = "/opt/ringtrain/launch/sshd.sh", 2222
 """command of a worker in ringtrain's image, with a port as its argument, and the default port"""
+TRAINER_API = "trainer.kubeflow.org/v1alpha1"
+CONTAINER = "node"
+"""name of the containers that get ssh keys, in both kinds of pods of a TrainJob"""
+GROUP = 1000
+"""of the image's user, which reads the keys"""
 UNPRIVILEGED = {"runAsNonRoot": True, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 OF_THIS_MACHINE = ("PATH", "PYTHONPATH", "PYTHONUSERBASE", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
@@ -192,6 +197,69 @@ def _variables(launch: Plan, job: Job, names: Sequence[str]) -> list[dict[str, A
         elif name in job.forward:
             variables.append({"name": name, "valueFrom": {"secretKeyRef": {"name": SECRET, "key": name}}})
     return variables
+
+
+# ---- TrainJob: a runtime of its own describes its pods, one that runs mpirun and one per host, which runs sshd -------
+
+
+def train_job_plan(job: Job, cluster: Cluster) -> Plan:
+    """Manifests of a TrainJob and its runtime, and the command that applies them."""
+    if IMPLEMENTATIONS[cluster.dialect] != "OpenMPI":
+        raise LaunchError("Kubeflow Trainer runs Open MPI alone: choose an image with it")
+    return submission(job, cluster, (runtime(job, cluster), train_job(job, cluster)), by="Kubeflow Trainer")
+
+
+def train_job(job: Job, cluster: Cluster) -> dict[str, Any]:
+    """Manifest of the TrainJob, whose runtime has the same name."""
+    return {
+        "apiVersion": TRAINER_API,
+        "kind": "TrainJob",
+        "metadata": metadata(cluster),
+        "spec": {
+            "runtimeRef": {"kind": "TrainingRuntime", "name": cluster.name},
+            "trainer": {"numNodes": len(job.hosts), "numProcPerNode": job.hosts[0].slots},
+        },
+    }
+
+
+def runtime(job: Job, cluster: Cluster) -> dict[str, Any]:
+    """Manifest of the TrainingRuntime, with the pods of the job."""
+    launcher, node = pods(job, cluster, launcher_name=CONTAINER, worker_name=CONTAINER)
+    launcher_job = {
+        "name": "launcher",
+        "dependsOn": [{"name": "node", "status": "Ready"}],
+        **_template(launcher),
+    }
+    # What Kubeflow Trainer adds for the step "trainer" belongs to the pod that knows how the job ends.
+    launcher_job["template"]["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
+    return {
+        "apiVersion": TRAINER_API,
+        "kind": "TrainingRuntime",
+        "metadata": {**metadata(cluster), "labels": {"trainer.kubeflow.org/framework": "ringtrain"}},
+        "spec": {
+            "mlPolicy": {
+                "numNodes": len(job.hosts),
+                "mpi": {
+                    "numProcPerNode": job.hosts[0].slots,
+                    "mpiImplementation": IMPLEMENTATIONS[cluster.dialect],
+                    "sshAuthMountPath": SSH_HOME,
+                    "runLauncherAsNode": False,
+                },
+            },
+            "template": {
+                "spec": {
+                    "network": {"publishNotReadyAddresses": True},
+                    "successPolicy": {"operator": "All", "targetReplicatedJobs": ["launcher"]},
+                    "replicatedJobs": [{"name": "node", **_template(node)}, launcher_job],
+                }
+            },
+        },
+    }
+
+
+def _template(pod: dict[str, Any]) -> dict[str, Any]:
+    """Template of a job of such pods."""
+    return {"template": {"spec": {"template": {"spec": {"securityContext": {"fsGroup": GROUP}, **pod}}}}}
 
 
 # ---- YAML ---------------------------------------------------------------------------------------------------------

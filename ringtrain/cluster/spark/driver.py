@@ -21,12 +21,13 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import TYPE_CHECKING, Any
 
 from ringtrain.cluster import horovod_driver, processes
-from ringtrain.cluster.spark import dataframe, placement, task
+from ringtrain.cluster.spark import dataframe, task
 from ringtrain.cluster.spark.plan import check_slots
 from ringtrain.cluster.spark.session import local_slots, reason, start
 from ringtrain.errors import LaunchError, MissingDependency, RingtrainError
@@ -94,6 +95,13 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+@dataclass(frozen=True)
+class Caller:
+    index: int
+    host: str
+    gpus: tuple[str, ...] = ()  # addresses of the GPUs that Spark assigned to the task
+
+
 class Job:
     """Ranks of one job, from the connection of their tasks to their exit."""
 
@@ -132,7 +140,7 @@ class Job:
                 threading.Thread(target=self._listen, args=(listener, key), daemon=True).start()
                 threading.Thread(target=self._run_spark, args=((here, listener.address[1]), key), daemon=True).start()
                 callers = self._wait_for_slots()
-                placed = placement.assign([*callers.values()], by_index=bool(self.row_counts))
+                placed = assign([*callers.values()], by_index=bool(self.row_counts))
                 rendezvous.init([slot for _, slot in placed])
                 where = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous.listen(listens_on, here)}
                 where["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(rendezvous.port)
@@ -173,9 +181,9 @@ class Job:
 
     # ---- main path -------------------------------------------------------------------------------------------------
 
-    def _wait_for_slots(self) -> dict[Connection, placement.Caller]:
+    def _wait_for_slots(self) -> dict[Connection, Caller]:
         """Waits for one connected task per rank, and returns them by connection."""
-        callers: dict[Connection, placement.Caller] = {}
+        callers: dict[Connection, Caller] = {}
         num_ranks, timeout_s = self.options.num_ranks, self.options.start_timeout
         deadline = time.monotonic() + timeout_s
         while len(callers) < num_ranks:
@@ -193,19 +201,19 @@ class Job:
             if message is None:
                 callers.pop(connection, None)
             else:
-                callers[connection] = placement.Caller(message["index"], message["host"], tuple(message["gpus"]))
+                callers[connection] = Caller(message["index"], message["host"], tuple(message["gpus"]))
         return callers
 
     def _place(
         self,
-        callers: Mapping[Connection, placement.Caller],
-        placed: Sequence[tuple[placement.Caller, dict[str, str]]],  # by rank, with its variables
+        callers: Mapping[Connection, Caller],
+        placed: Sequence[tuple[Caller, dict[str, str]]],  # by rank, with its variables
     ) -> None:
         connections = {caller: connection for connection, caller in callers.items()}
         for rank, (caller, of_rank) in enumerate(placed):
             connection = connections[caller]
             environ = {**of_rank, "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
-            gpus = placement.gpus_of_host([*callers.values()], caller.host)
+            gpus = gpus_of_host([*callers.values()], caller.host)
             if gpus:
                 environ["CUDA_VISIBLE_DEVICES"] = gpus
             if self.row_counts:
@@ -277,6 +285,30 @@ class Job:
         for connection in self.ranks:
             with contextlib.suppress(OSError):
                 connection.send(number)
+
+
+def assign(callers: Sequence[Caller], by_index: bool = False) -> list[tuple[Caller, Any]]:
+    """Assigns ranks host by host; returns, by rank, its task and its slot of Horovod's."""
+    by_host: dict[str, list[Caller]] = {}
+    for caller in sorted(callers, key=lambda member: member.index):
+        by_host.setdefault(caller.host, []).append(caller)
+    assigned: list[tuple[Caller, int]] = []
+    for group in by_host.values():
+        assigned += [(caller, local_rank) for local_rank, caller in enumerate(group)]
+    if by_index:  # the task's partition holds the rows of that rank
+        assigned.sort(key=lambda pair: pair[0].index)
+    return [
+        (caller, horovod_driver.slot(caller.host, rank, local_rank, len(assigned)))
+        for rank, (caller, local_rank) in enumerate(assigned)
+    ]
+
+
+def gpus_of_host(callers: Sequence[Caller], host: str) -> str:
+    """GPUs that all ranks of a host see, one per rank in the order of local ranks; "": those that the host has."""
+    group = sorted((caller for caller in callers if caller.host == host), key=lambda member: member.index)
+    if all(member.gpus for member in group):
+        return ",".join(member.gpus[0] for member in group)
+    return ""
 
 
 if __name__ == "__main__":

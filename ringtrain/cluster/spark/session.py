@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 JAVA = "Java 17 or newer (apt-get install default-jre-headless)"
 LOCAL = re.compile(r"local(?:\[(\d+|\*)(?:, *\d+)?\])?")
-LOCAL_CLUSTER = re.compile(r"local-cluster\[ *(\d+) *, *(\d+) *, *\d+ *\]")
 OTHER_PYTHON = re.compile(r"different version:? (\d\S*) than that in driver:? (\d[\d.]*\d)")
 NO_PYTHON = re.compile(r'Cannot run program "([^"]+)"')
 PYTHON_ERROR = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b:? ?.*", re.MULTILINE)
@@ -40,12 +39,11 @@ def check_installed(environ: Mapping[str, str] = os.environ) -> None:
 def local_slots(master: str) -> int | None:
     """Number of slots of a master on this machine, e.g. "local[2]"; None for other masters."""
     match = LOCAL.fullmatch(master)
-    if match:
-        if match[1] == "*":
-            return len(os.sched_getaffinity(0))
-        return int(match[1] or 1)
-    match = LOCAL_CLUSTER.fullmatch(master)
-    return int(match[1]) * int(match[2]) if match else None
+    if not match:
+        return None
+    if match[1] == "*":
+        return len(os.sched_getaffinity(0))
+    return int(match[1] or 1)
 
 
 def start(
