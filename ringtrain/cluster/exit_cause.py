@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import re
 import signal
 from collections.abc import Mapping, Sequence
@@ -26,8 +25,6 @@ HYDRA = re.compile(
     re.DOTALL,
 )
 LOST = re.compile(r"Remote daemon: .* on node (\S+)")
-DAEMON_LOST = "unable to reliably start one or more daemons"
-"""Open MPI's message when an ssh of its own ends, also after the start"""
 TAIL_LINES = 20
 HOST_LOST = "a lost host"
 MAX_SPEAKERS = 8
@@ -95,7 +92,6 @@ def decide(
     tails: Mapping[int, Sequence[str]],  # last lines of each rank
     launcher: str,
     silent: Sequence[str] = (),  # hosts that did not answer at the end
-    here: str = platform.node(),  # this host, as it calls itself
 ) -> JobResult:
     """Exit code and cause of the rank that exited first: its exception, else its signal or exit code and last lines."""
     code = returncode if returncode >= 0 else 128 - returncode
@@ -133,17 +129,13 @@ def decide(
         )
     if returncode < 0:
         return JobResult(code, f"{launcher} was killed by {signal_name(-returncode)}")
-    return _unnamed(code, reports, launcher_output, tails, launcher, here)
+    return _unnamed(code, reports, launcher_output, tails, launcher)
 
 
 def _unnamed(
-    code: int, reports: Reader, launcher_output: str, tails: Mapping[int, Sequence[str]], launcher: str, here: str
+    code: int, reports: Reader, launcher_output: str, tails: Mapping[int, Sequence[str]], launcher: str
 ) -> JobResult:
     """Result of a job of which neither a rank nor its launcher names the rank that exited first."""
-    if DAEMON_LOST in launcher_output and reports.ranks:
-        hosts = " or ".join(sorted({rank.host for rank in reports.ranks} - {here})[:MAX_SPEAKERS])
-        number = 128 + code if code in signal.valid_signals() else code
-        return JobResult(_code(number), f"an ssh of {launcher} ended while the job ran: its connection was to {hosts}")
     # Open MPI 4 sometimes does not name the rank if it was on another host.
     host_of = {rank.rank: rank.host for rank in reports.ranks}
     last = []

@@ -183,11 +183,6 @@ def check(job: Job) -> None:
     for text in texts:
         if not text.isascii() and text.encode(errors="replace").decode() != text:
             raise LaunchError(f"got {text!r} in the command or a path, expected UTF-8: rename it, or use a script")
-    if job.num_ranks < 1:
-        raise LaunchError(f"got -np {job.num_ranks}, expected at least 1")
-    num_slots = sum(host.slots for host in job.hosts)
-    if job.hosts and num_slots != job.num_ranks:
-        raise LaunchError(f"got {job.num_ranks} ranks and hosts with {num_slots} slots in use, expected as many")
     if job.threads_per_rank < 0:
         raise LaunchError(
             f"got {job.threads_per_rank} threads per rank, expected 1 or more, or 0 for the ranks to decide"

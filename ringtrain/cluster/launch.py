@@ -334,16 +334,9 @@ def cluster_of(options: LaunchOptions) -> kubernetes.Cluster:
 
 
 def explain(rows: Sequence[tuple[str, str]]) -> None:
-    """Prints the parts of plans as a table: every flag and variable with its reason."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("part", "reason", box=box.SIMPLE_HEAD)
+    """Prints the parts of plans, each with its reason."""
     for part, reason in rows:
-        table.add_row(Text(part, overflow="fold"), Text(reason, overflow="fold"))
-    Console().print(table)
+        print(f"{part}  # {reason}")
 
 
 def show_dry(plan: Plan, is_submitted: bool, output: str) -> None:

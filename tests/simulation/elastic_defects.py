@@ -93,7 +93,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "a slot whose process has exited stays empty": ("killed twice", "agent", "ssh"),
     "an exit is noted while ranks are assigned": ("die", "ssh"),
     "a lost host stays listed": ("die", "agent"),
-    "a host is used again where ranks are left": ("agent",),
+    "a host is used again where ranks are left": ("agent", "die"),
 }
 """faults among which a few schedules find a defect"""
 

@@ -93,6 +93,7 @@ class Shell:
         self.code: int | None = None
         self.member: Any = None
         self.give_up_s = KEEP_ALIVE_S + self.world.random.uniform(0, 3)
+        self.boot = machine.boot
 
     def end(self, code: int) -> None:
         if self.code is None:
@@ -109,12 +110,15 @@ class Shell:
             self.world.at(self.world.now_s + 0.02, lambda: self.end(code))
 
     def watch(self) -> None:
-        """Gives up a host that does not answer for too long."""
+        """Gives up a host that does not answer for too long, or has booted again and knows no connection."""
         if self.code is not None or not self.is_remote:
             return
         machine, now_s = self.machine, self.world.now_s
         if not machine.is_reachable and now_s > machine.trouble_began_s + self.give_up_s:
             self.horovodrun.print(f"Timeout, server {machine.name} not responding.")
+            self.end(255)
+        elif machine.is_reachable and machine.boot != self.boot:
+            self.horovodrun.print("client_loop: send disconnect: Broken pipe")
             self.end(255)
         self.world.at(now_s + 1.0, self.watch)
 

@@ -16,15 +16,15 @@ from simulation.transitions import taken
 NUM_SCHEDULES = 20
 FIRST_SEEDS = {
     "rank 0 gives its state, not the one that is furthest": 0,
-    "a failed sync leaves half of a state": 4,
+    "a failed sync leaves half of a state": 130,
     "a step that failed is not undone": 19,
     "an agreed stop is forgotten": 13,
     "an epoch that has ended stays open": 0,
     "journals are not written before a change": 3,
     "commits do not ask for hosts": 12,
-    "local ranks have gaps": 13,
+    "local ranks have gaps": 16,
     "a lost host stays listed": 25,
-    "a host is used again where ranks are left": 21,
+    "a host is used again where ranks are left": 40,
 }
 """near one that finds it, for the time that the tests take"""
 COUNT = 2
@@ -122,12 +122,12 @@ SCHEDULES = {
     "killed before the journals are open": (
         killed_before_the_journals_are_open,
         "a generation is noted before its journal is open",
-        23,
+        0,
     ),
     "a host boots while ranks start": (
         a_host_boots_while_ranks_start,
         "a host that has booted again is not cleaned up",
-        6,
+        22,
     ),
 }
 

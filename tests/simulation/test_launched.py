@@ -17,7 +17,7 @@ NUM_SCHEDULES = 300
 FIRST_SEEDS = {
     "the last failure is reported": 80,
     "a restart does not wait for a lost rank 0": 190,
-    "the exit code of a follow-up error": 280,
+    "the exit code of a follow-up error": 0,
     "a signal before ranks start is forgotten": 20,
     "a lost host is not noticed": 100_001,
 }
@@ -37,7 +37,7 @@ def test_what_must_hold_does_and_every_transition_is_taken() -> None:
     for seed in range(NUM_SCHEDULES):
         counts += taken(check(seed))
     for directed in (own_agent_killed, interrupted_before_a_restart):
-        for seed in (2, 13):
+        for seed in (0, 1):
             counts += taken(check(seed, num_hosts=4, directed=directed))
     assert never(counts) == []
 

@@ -152,18 +152,18 @@ def printed(command: str, scratch: Path, **variables: str) -> list[str]:
     for path, placeholder in ((BIN, "<bin>"), (ROOT, "<root>"), (scratch, "<scratch>")):
         text = text.replace(str(path), placeholder)
     text = re.sub("-[0-9a-f]{8}[.]", "-<id>.", text)
-    text = re.sub(" --allow-run-as-root( {2,}.*\n)?", "", text)  # the flag, or its row in a table
+    text = re.sub(
+        " --allow-run-as-root|^--allow-run-as-root  # .*\n", "", text, flags=re.MULTILINE
+    )  # the flag, or its row
     return [*(line.rstrip() for line in text.splitlines()), f"exit code {ended.returncode}"]
 
 
 def plan(name: str, scratch: Path) -> list[str]:
-    """Returns the command that a launch would start, then the table of reasons."""
+    """Returns the command that a launch would start, then the reasons of its parts."""
     command = f"python -m ringtrain launch {LAUNCHES[name]}"
     variables = SLURM if "Slurm" in name else {}
-    # Too wide for a cell to be wrapped, however long the paths are.
-    table = printed(f"{command} --explain {PROGRAM}", scratch, **variables, COLUMNS="2000")
-    rows = (re.sub(" {2,}", "  ", line.strip(" ─")) for line in table)
-    return [*printed(f"{command} --dry-run {PROGRAM}", scratch, **variables), *filter(None, rows)]
+    rows = printed(f"{command} --explain {PROGRAM}", scratch, **variables)
+    return [*printed(f"{command} --dry-run {PROGRAM}", scratch, **variables), *rows]
 
 
 def result(folder: Path) -> dict[str, Any]:

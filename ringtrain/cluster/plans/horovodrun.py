@@ -99,8 +99,6 @@ def elastic(
 
 def _check(job: Job) -> None:
     check(job)
-    if not job.hosts:
-        raise LaunchError("horovodrun needs hosts: give --hostfile or -H")
     check_names(job.hosts, "horovodrun")
     if job.subnet:
         raise LaunchError(

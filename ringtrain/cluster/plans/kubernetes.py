@@ -89,8 +89,6 @@ def _check(job: Job, cluster: Cluster) -> None:
     for name, amount in cluster.resources.items():
         if not QUANTITY.fullmatch(amount):
             raise LaunchError(f"got {amount!r} of the resource {name!r}, expected an amount such as 8, 500m or 32Gi")
-    if not cluster.image:
-        raise LaunchError("got an empty name of the image, expected one such as registry.example/team/ringtrain:1")
     _refuse_local_paths(job)
 
 
@@ -204,8 +202,6 @@ def _variables(launch: Plan, job: Job, names: Sequence[str]) -> list[dict[str, A
 
 def train_job_plan(job: Job, cluster: Cluster) -> Plan:
     """Manifests of a TrainJob and its runtime, and the command that applies them."""
-    if IMPLEMENTATIONS[cluster.dialect] != "OpenMPI":
-        raise LaunchError("Kubeflow Trainer runs Open MPI alone: choose an image with it")
     return submission(job, cluster, (runtime(job, cluster), train_job(job, cluster)), by="Kubeflow Trainer")
 
 

@@ -58,7 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise LaunchError("got no command to run: expected it after --")
         if importlib.util.find_spec("horovod") is None:
             raise MissingDependency(f"no horovod in {sys.executable}, by which ranks meet: {install()}")
-        check_slots(options.num_ranks, options.master)
         defaults = {
             "spark.cores.max": str(options.num_ranks),  # a standalone cluster would otherwise allocate all its cores
             "spark.executor.instances": str(options.num_ranks),
