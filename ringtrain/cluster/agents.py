@@ -224,12 +224,8 @@ class HostAgents:
             code = agent.process.returncode
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             return f"{host}: its host agent {how}, without a message"
-        why = f"no answer in {self.answer_timeout_s:g} s"
-        if lines:
-            why = lines[-1]
-        telling = [line for line in lines if not CLOSED.match(line)]
-        if telling:
-            why = telling[-1]
+        telling = [line for line in lines if not CLOSED.match(line)] or lines
+        why = telling[-1] if telling else f"no answer in {self.answer_timeout_s:g} s"
         return f"{host} does not answer: {why}"
 
     def _refuse_other_versions(self) -> None:

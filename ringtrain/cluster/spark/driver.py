@@ -139,12 +139,9 @@ class Job:
                 threading.Thread(target=self._listen, args=(listener, key), daemon=True).start()
                 threading.Thread(target=self._run_spark, args=((here, listener.address[1]), key), daemon=True).start()
                 callers = self._wait_for_slots()
-                placed = assign([*callers.values()], by_index=bool(self.row_counts))
-                rendezvous.init([slot for _, slot in placed])
                 where = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous.listen(listens_on, here)}
                 where["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(rendezvous.port)
-                by_rank = [(caller, {**rendezvous.variables(slot), **where}) for caller, slot in placed]
-                self._place(callers, by_rank)
+                self._place(callers, rendezvous, where)
                 return self._follow()
         finally:
             rendezvous.stop()
@@ -203,15 +200,15 @@ class Job:
                 callers[connection] = Caller(message["index"], message["host"], tuple(message["gpus"]))
         return callers
 
-    def _place(
-        self,
-        callers: Mapping[Connection, Caller],
-        placed: Sequence[tuple[Caller, dict[str, str]]],  # by rank, with its variables
-    ) -> None:
+    def _place(self, callers: Mapping[Connection, Caller], rendezvous: Any, where: Mapping[str, str]) -> None:
+        """Gives each task its rank. where: Variables with which ranks find the rendezvous."""
         connections = {caller: connection for connection, caller in callers.items()}
-        for rank, (caller, of_rank) in enumerate(placed):
+        placed = assign([*callers.values()], by_index=bool(self.row_counts))
+        rendezvous.init([slot for _, slot in placed])
+        over_gloo = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", **where}
+        for rank, (caller, slot) in enumerate(placed):
             connection = connections[caller]
-            environ = {**of_rank, "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+            environ = {**self.environ, **over_gloo, **rendezvous.variables(slot)}
             gpus = gpus_of_host([*callers.values()], caller.host)
             if gpus:
                 environ["CUDA_VISIBLE_DEVICES"] = gpus
@@ -221,7 +218,7 @@ class Job:
             connection.send(
                 {
                     "command": self.command,
-                    "environ": {**self.environ, **environ},
+                    "environ": environ,
                     "folder": self.options.folder,
                     "job": self.environ.get(JOB, ""),
                     "rank": rank,
