@@ -67,7 +67,7 @@ def forwarded(job: Job) -> tuple[str, ...]:
 def withheld(job: Job) -> tuple[str, ...]:
     """Names hidden from a launcher that passes on everything: horovodrun to all ranks, mpirun to those of its host."""
     kept = {*forwarded(job)}
-    if job.here is not None and job.hosts and all(host.name in job.here for host in job.hosts):
+    if job.hosts and all(host.name in job.here for host in job.hosts):
         return ()  # all ranks have this host's whole environment
     return tuple(sorted(name for name in job.environment if name not in kept and not OF_THE_LAUNCHER.fullmatch(name)))
 

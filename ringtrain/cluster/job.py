@@ -61,8 +61,8 @@ class Job:
     """MPI yields the processor while it waits: for hosts whose ranks fill their cores"""
     wheel_mpi: str = ""
     """directory of Open MPI from PyPI's wheel, if its mpirun is the first one; "": another MPI"""
-    here: frozenset[str] | None = None
-    """names of hosts that mean the launching machine; None: look them up"""
+    here: frozenset[str] = frozenset()
+    """names of hosts that mean the launching machine"""
     grace_s: float = 0.0
     """seconds after SIGTERM for ranks to save, while others have ended; 0: the launcher's own"""
     allow_root: bool = False

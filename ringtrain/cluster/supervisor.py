@@ -79,9 +79,7 @@ class Supervisor:
         self.over_ssh = options.started_by.over_ssh
         """agents over ssh supervise the hosts; otherwise the launcher's own means must suffice"""
         self.planned_placement = job.planned
-        # Before the signal handlers are installed: looking up names may take a while, and Ctrl-C must end it.
-        hosts = [host.name for host in job.hosts] if self.over_ssh else []
-        self.here = host_agent.here(hosts) if job.here is None else job.here
+        self.here = job.here
         self.reports = Reader(job.id)
         self.output = Output(self.reports, self.defers_failures)
         self.stopped_by = 0

@@ -15,7 +15,6 @@ from pathlib import Path
 ALONE, WITH_VALUE = re.compile("-[uOBEsPIqvbd]+"), ("-W", "-X")
 """options of Python that may be before a script"""
 
-
 STANDARD_INPUT = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 SHELLS = ("sh", "bash", "dash", "zsh")
 

@@ -38,15 +38,12 @@ class Attempt:
         """Attempt from the environment; a first one if RINGTRAIN_ATTEMPT is unset or invalid."""
         try:
             fields = parse_json(environ.get(ATTEMPT, "{}"))
-            causes = tuple(str(cause) for cause in fields.get("causes", ()))
-            number, num_ranks = int(fields.get("number", 0)), int(fields.get("num_ranks", 0))
-            run_name, job = str(fields.get("run_name", "")), str(fields.get("job", ""))
             return cls(
-                number=number,
-                causes=causes,
-                run_name=run_name,
-                num_ranks=num_ranks,
-                job=job,
+                number=int(fields.get("number", 0)),
+                causes=tuple(str(cause) for cause in fields.get("causes", ())),
+                run_name=str(fields.get("run_name", "")),
+                num_ranks=int(fields.get("num_ranks", 0)),
+                job=str(fields.get("job", "")),
                 grace_s=float(fields.get("grace_s", 0.0)),
                 launched_s=float(fields.get("launched_s", 0.0)),
             )

@@ -27,7 +27,6 @@ PIECE_LETTERS = 600  # launchers split longer lines
 CONSEQUENCE = re.compile(
     r"Horovod has been shut down|(UnknownError|HorovodInternalError)\b.*Horovod|grpc_status:14\b", re.DOTALL
 )
-"""advice for ranks that train models of their own"""
 MAX_LINE = 500
 """characters of a line that is printed last"""
 FOLDERS = "|".join(map(re.escape, [sysconfig.get_path("stdlib"), str(Path(__file__).parents[1])]))

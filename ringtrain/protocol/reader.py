@@ -16,7 +16,6 @@ MAX_PIECES = 1000
 MAX_FAILURE_BYTES = 1 << 20
 TAG = re.compile(r"\[[^][<>]*\d\]<stderr>:? ?")  # a launcher's, also within a line that it read in two parts
 
-
 # Notices of TensorFlow and absl that a terminal does not show.
 CHATTER = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog"

@@ -1,24 +1,27 @@
 """Heartbeat transport: JSON messages over TCP between rank 0 and every other rank.
 
-Connections are those of Python's `multiprocessing`, whose two sides prove to each other that they know the token,
-without sending it. Nothing else is parsed before. Needs psutil, as Horovod does.
+Both sides of a connection prove first that they know the token, without sending it: a digest of it and of random bytes
+of each side. Nothing else is parsed before. Needs psutil, as Horovod does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
+import secrets
 import socket
 import struct
 import threading
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ringtrain.protocol.json_text import parse_json
 
 MAX_MESSAGE_BYTES = 1 << 20
+NONCE_BYTES = 32
 CONNECT_TIMEOUT_S = 2.0
 GREETING_S = 5.0
 """for each read of a new connection, until both sides know that the other has the token"""
@@ -103,12 +106,16 @@ class Wire:
         peer.settimeout(None)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(peer.detach())
-        steps = [answer_challenge, deliver_challenge] if is_caller else [deliver_challenge, answer_challenge]
         limit(connection, GREETING_S)
+        sides, own = ("caller", "listener"), secrets.token_bytes(NONCE_BYTES)
+        side, other = sides if is_caller else sides[::-1]
         try:
-            for step in steps:
-                step(connection, self.token.encode())
-        except Exception:  # whatever another program sends
+            connection.send_bytes(own)
+            theirs = connection.recv_bytes(NONCE_BYTES)
+            connection.send_bytes(proof(self.token, side, own, theirs))
+            if not hmac.compare_digest(connection.recv_bytes(NONCE_BYTES), proof(self.token, other, theirs, own)):
+                raise EOFError
+        except (OSError, EOFError):
             connection.close()
             return
         limit(connection, IO_S)
@@ -128,6 +135,11 @@ class Wire:
     def _close(self, connection: Connection) -> None:
         self._connections.remove(connection)
         connection.close()
+
+
+def proof(token: str, side: str, own: bytes, theirs: bytes) -> bytes:
+    """Digest by which a side, "caller" or "listener", proves that it knows the token, of random bytes of both."""
+    return hmac.digest(token.encode(), b" ".join((side.encode(), own, theirs)), "sha256")
 
 
 def limit(connection: Connection, seconds: float) -> None:

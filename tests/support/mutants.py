@@ -251,7 +251,7 @@ MUTANTS = (
     ),
     Mutant(
         *("heartbeats of programs without the token", "protocol/transport.py"),
-        *("step(connection, self.token.encode())", "pass"),
+        *("hmac.digest(token.encode(),", 'hmac.digest(b"",'),
         f"{UNIT}/test_transport.py",
     ),
     # Figures

@@ -532,7 +532,9 @@ def test_files_of_a_launch_are_this_users_alone_and_go_again(tmp_path: Path) -> 
 
 
 def test_a_progress_bar_is_shown_while_it_is_written_and_never_half_a_report(capfd) -> None:
-    watch = supervisor.Supervisor(Job(("true",), 1, (Host("localhost"),), id="job"), LaunchOptions())
+    watch = supervisor.Supervisor(
+        Job(("true",), 1, (Host("localhost"),), here=frozenset({"localhost"}), id="job"), LaunchOptions()
+    )
     source, sink = os.pipe()
     watch._selector.register(source, selectors.EVENT_READ, None)
     for step in range(5000):

@@ -56,15 +56,12 @@ def examine(hosts: Sequence[Host], options: Options) -> Report:
     """Probes all hosts concurrently; errors of hosts become findings. Raises LaunchError if an option is invalid."""
     check(options)
     start_s = time.monotonic()
-    names: list[str] = []
-    if len(hosts) > 1:
-        names = [host.name for host in hosts]
     wanted = {
         "folder": os.getcwd(),
         "path": os.environ.get("PATH", ""),
         "python_path": os.environ.get("PYTHONPATH", ""),
         "run_directory": options.run_directory,
-        "names": names,
+        "names": [host.name for host in hosts],
         **request(),
     }
     # This machine as well, the reference for all hosts, of which it may be none.

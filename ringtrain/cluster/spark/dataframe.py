@@ -30,16 +30,16 @@ def shares(spark: SparkSession, name: str, num_ranks: int) -> tuple[RDD, str]:
         rdd = data if _is_rdd(data) else data.rdd
         rows = rdd.map(_sample)
         try:
-            counted = rows.map(lambda row: (1, row[1])).fold((0, 0), lambda a, b: (a[0] + b[0], max(a[1], b[1])))
+            labels = rows.map(lambda row: row[1]).stats()
             numbered = rows.zipWithIndex()
         except Exception as error:
             raise DataError(f"--spark-data {name}: {reason(error)}") from error
-        length, largest = counted
+        length = labels.count()
         if length < num_ranks:
             what = ("training", "test")[split]
             raise DataError(f"--spark-data {name}: {length} {what} rows for {num_ranks} ranks, expected one for each")
         lengths.append(length)
-        num_classes = max(num_classes, largest + 1)
+        num_classes = max(num_classes, int(labels.max()) + 1)
         parts.append(numbered.map(_numbered_by_rank(split, num_ranks)))
     # Rows (split: 0 training, 1 test; index in the shard; inputs; label) by rank; training rows, test rows, classes.
     shards = parts[0].union(parts[1]).partitionBy(num_ranks, lambda rank: rank).values()

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from pyspark import RDD
 
 GRACE_S = 5.0  # for ranks to exit after one has failed or after SIGTERM
-HANDSHAKE_S = 10  # limit for each read of a new connection, until it is authenticated
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -166,7 +165,7 @@ class Job:
     def _receive(self, connection: Connection, key: bytes) -> None:
         """Authenticates one connection by the key, then queues its messages."""
         try:
-            transport.limit(connection, HANDSHAKE_S)
+            transport.limit(connection, transport.GREETING_S)
             deliver_challenge(connection, key)
             answer_challenge(connection, key)
             transport.limit(connection, 0)
