@@ -209,7 +209,7 @@ class TrackingConfig:
     """Records besides the metrics of each epoch."""
 
     every_steps: Annotated[int, AT_LEAST_0] = 100
-    """steps between two records of loss and gradient norm in steps.jsonl and TensorBoard; 0: none"""
+    """steps between two records of metrics in steps.jsonl and TensorBoard; 0: none"""
 
 
 @dataclass(frozen=True)

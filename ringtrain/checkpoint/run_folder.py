@@ -36,7 +36,6 @@ NO_METRICS = (
     "evaluate_s",
     "learning_rate",
     "loss_scale",
-    "gradient_norm",
     "images_per_s",
 )
 """keys of these files that are no metrics"""

@@ -133,9 +133,7 @@ from ringtrain.hvd.collectives import (
 )
 from ringtrain.hvd.compression import Compression
 from ringtrain.hvd.distributed import (
-    GradientNorm,
     average_accumulated,
-    track_gradient_norm,
     variables_of_one_rank,
     weigh_gradients,
 )

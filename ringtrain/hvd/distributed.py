@@ -7,7 +7,7 @@ clipped, decayed and applied. Inside a `LossScaleOptimizer`, gradients are reduc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -16,7 +16,7 @@ import tensorflow as tf
 from ringtrain.errors import OutOfSync
 from ringtrain.hvd.collectives import allreduce
 from ringtrain.hvd.keras_patches import distributed, innermost, make_plain, reduction_of, saved_as_its_base, set_class
-from ringtrain.hvd.reducer import Reducer, name_of
+from ringtrain.hvd.reducer import Reducer
 from ringtrain.hvd.reduction import Reduction, weighed
 from ringtrain.hvd.step_timing import PLACE
 
@@ -78,34 +78,6 @@ def average_accumulated(optimizer: Any) -> None:
             variable.assign(allreduce(variable.value, name=f"ringtrain_accumulated_{index}"))
 
 
-class GradientNorm:
-    """Global norm of the reduced gradients of an update, before clipping, recorded after `want(True)`: see `float`."""
-
-    def __init__(self) -> None:
-        self._value = tf.Variable(0.0, trainable=False)
-        with tf.device("CPU:0"):  # the device that evaluates the tf.cond
-            self._wanted = tf.Variable(False, trainable=False)
-        self.wanted = False
-
-    def __float__(self) -> float:
-        return float(self._value)
-
-    def want(self, wanted: bool) -> None:
-        """Turns recording on or off, from the next update on."""
-        if wanted != self.wanted:
-            self.wanted = wanted
-            self._wanted.assign(wanted)
-
-    def note(self, norm: Callable[[], tf.Tensor]) -> None:
-        """Adds the recording of a norm, float32 [], to the graph of an update."""
-        self._value.assign(tf.cond(self._wanted, norm, self._value.read_value))
-
-
-def _norm(gradients: Any) -> tf.Tensor:
-    # Dense, since a sparse gradient may contain a row several times. float32, since layers may differ in dtype.
-    return tf.linalg.global_norm([tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in gradients])
-
-
 def weigh_gradients(optimizer: Any, share: tf.Variable | None) -> None:
     """Makes a distributed optimizer multiply this rank's gradients by a variable, for unequal parts of a batch.
 
@@ -115,26 +87,6 @@ def weigh_gradients(optimizer: Any, share: tf.Variable | None) -> None:
             samples, so that the average over the ranks is the gradient of the whole batch. None: 1.
     """
     reduction_of(optimizer).share = share
-
-
-def track_gradient_norm(optimizer: Any) -> GradientNorm:
-    """Makes a distributed optimizer record the global norm of its gradients.
-
-    Args:
-        optimizer: Result of `DistributedOptimizer`, before its first step.
-
-    Returns:
-        Object whose `float` is the norm, after `want(True)` and an update.
-
-    Raises:
-        TypeError: The optimizer is not distributed, or is a `MultiOptimizer`.
-    """
-    inner = innermost(optimizer)
-    if not isinstance(inner, Distributed):
-        raise TypeError(f"track_gradient_norm: got {type(inner).__name__}, expected a distributed optimizer")
-    # On the class, which only this optimizer has: Keras would track and save a variable of the object.
-    type(inner).gradient_norm = norm = GradientNorm()
-    return norm
 
 
 def _accumulate(optimizer: Any, backward_passes: int) -> None:
@@ -254,7 +206,7 @@ class _Reducing(keras.optimizers.Optimizer):
     def refuse_loss_scale(self) -> None:
         """Raises ValueError if a step cannot be skipped or scaled."""
         if self.reducer and self.reducer.has_state:
-            what = name_of(self.reduction.compression)
+            what = self.reduction.compression
             raise ValueError(f"{what} does not work with a LossScaleOptimizer (mixed_float16): use mixed_bfloat16")
 
     def agree_on_finite(self, finite: Any) -> Any:
@@ -267,8 +219,6 @@ class _Reducing(keras.optimizers.Optimizer):
 
 class Distributed(_Reducing):
     """Mixin for a single optimizer."""
-
-    gradient_norm: GradientNorm | None = None
 
     def build(self, variables: Any) -> None:
         refuse_overwritten(variables)
@@ -313,13 +263,9 @@ class Distributed(_Reducing):
 
     def _clip_gradients(self, grads: Any) -> Any:
         self._reached.append("hook")
-        if self._reduced_before:
-            reduced = grads
-        else:
-            reduced = self.reduce(grads, self._updated_variables)
-        if self.gradient_norm is not None:
-            self.gradient_norm.note(lambda: _norm(reduced))
-        return super()._clip_gradients(reduced)
+        if not self._reduced_before:
+            grads = self.reduce(grads, self._updated_variables)
+        return super()._clip_gradients(grads)
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         update = super().update_step

@@ -26,7 +26,6 @@ from ringtrain.hvd.keras_patches import (
     set_untracked,
     teach_keras,
 )
-from ringtrain.hvd.reducer import name_of
 from ringtrain.hvd.reduction import Reduction
 
 
@@ -111,7 +110,7 @@ def DistributedOptimizer(
     )
     has_state = reduction.reducer and reduction.reducer.has_state
     if has_state and isinstance(innermost(optimizer), keras.optimizers.MultiOptimizer):
-        raise ValueError(f"compression {name_of(compression)} does not work with MultiOptimizer: use fp16 or bf16")
+        raise ValueError(f"compression {compression} does not work with MultiOptimizer: use fp16 or bf16")
     teach_keras()
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return distribute(optimizer, reduction, backward_passes_per_step)

@@ -61,10 +61,3 @@ class Compressor:
     def compress(self, tensor: Any) -> Any:
         """Refuses Horovod's own calls, whose compressions cast each number."""
         raise ValueError(f"{self} is a compression for hvd.DistributedOptimizer only: use none or fp16 here")
-
-
-def name_of(compression: Any) -> str:
-    """Name of a compression, for messages and to compare the ranks' settings."""
-    if isinstance(compression, Compressor):
-        return str(compression)
-    return str(getattr(compression, "__name__", compression))

@@ -13,7 +13,7 @@ from ringtrain.hvd.backend import Adasum, Average, Compression, Min, ProcessSet,
 from ringtrain.hvd.collectives import refuse_xla, tensor_of, unique_in_graph
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.process import elastic
-from ringtrain.hvd.reducer import Compressor, Reducer, name_of
+from ringtrain.hvd.reducer import Compressor, Reducer
 
 OP_WORDS = {Average: "averaged", Sum: "summed", Adasum: "combined by Adasum"}
 
@@ -68,19 +68,6 @@ class Reduction:
             # Traced by itself: where a script makes functions of TensorFlow run eagerly, a call would come back here.
             self._graphs[key] = graph.get_concrete_function(*specs)
         return self._graphs[key](*gradients)
-
-    def settings(self) -> dict[str, Any]:
-        """Settings that must be the same on every rank, as plain values."""
-        return {
-            "op": OP_WORDS[self.op],
-            "compression": name_of(self.compression),
-            "sparse_as_dense": self.sparse_as_dense,
-            "gradient_predivide_factor": self.gradient_predivide_factor,
-            "groups": [len(group) for group in self.groups] if isinstance(self.groups, list) else self.groups,
-            "factor after accumulation": self.accumulated_scale,
-            "deterministic": self.deterministic,
-            "merge_rows": self.merge_rows,
-        }
 
     @property
     def merges_rows(self) -> bool:
@@ -297,7 +284,7 @@ class Reduction:
 
 def require_one_vector(reduction: Reduction, ops: Sequence[Any]) -> None:
     """Raises ValueError unless gradients may be sent as one vector, combined by one of some operations."""
-    name = name_of(reduction.compression)
+    name = reduction.compression
     if reduction.op not in ops:
         raise ValueError(f"compression {name}: got op {OP_WORDS[reduction.op]}, expected hvd.Average")
     if reduction.groups is not None:

@@ -55,7 +55,6 @@ def broadcast_model(
         device: Device of the broadcast.
 
     Raises:
-        OutOfSync: On every rank: the ranks' optimizers have different classes or reduce differently.
         ValueError: The model is not built, or its optimizer was wrapped by Horovod's `DistributedOptimizer`.
     """
     if not has_weights(model):
@@ -64,7 +63,6 @@ def broadcast_model(
         optimizer = compiled_optimizer(model)
     if optimizer is not None:
         refuse_horovods_own(optimizer)
-        _require_same_settings(model, optimizer, process_set)
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
     local = {id(variable) for variable in local_variables}
@@ -121,33 +119,6 @@ def _process_set(optimizer: Any) -> ProcessSet:
     if reduction is None:
         return global_process_set
     return reduction.process_set
-
-
-def _require_same_settings(model: keras.Model, optimizer: Any, process_set: ProcessSet) -> None:
-    inner = innermost(optimizer)
-    num_others = 0
-    for other in optimizers_of(model, optimizer):
-        if other is not optimizer:
-            num_others += len(other.variables)
-    reduction = reduction_of(optimizer)
-    settings = {
-        "optimizer": type(inner).__name__,
-        "gradient_accumulation_steps": inner.gradient_accumulation_steps,
-        "variables of other optimizers": num_others,
-    }
-    if reduction is None:
-        settings["reduction"] = "none"
-    else:
-        settings |= reduction.settings()
-    first, *others = allgather_object(settings, name="ringtrain_optimizer_settings", process_set=process_set)
-    for rank, other in zip((process_set.ranks or range(len(others) + 1))[1:], others, strict=True):
-        name = next((name for name in {**first, **other} if first.get(name) != other.get(name)), None)
-        if name:
-            raise OutOfSync(
-                f"ranks have different optimizers: {name} is {other.get(name)} on rank {rank}, {first.get(name)} on "
-                "the first rank: build and load the optimizer with the same arguments everywhere (hvd.load_model takes "
-                "those of hvd.DistributedOptimizer)"
-            )
 
 
 def _checksums(model: keras.Model, optimizer: Any, copy: int) -> Iterator[tuple[str, int]]:

@@ -110,7 +110,7 @@ def _results(run: Run) -> dict[str, str]:
 
 
 def curves(named: Runs) -> list[str]:
-    """Charts of metrics in training, test and validation, learning rate, speed and gradient norm."""
+    """Charts of metrics in training, test and validation, learning rate and speed."""
     keys: dict[str, None] = {}
     for run in named.values():
         for record in run.epochs:
@@ -122,7 +122,6 @@ def curves(named: Runs) -> list[str]:
     samples = " or ".join({run.samples: None for run in named.values()})
     drawn["learning rate"] = {"learning_rate": ""}
     drawn[f"speed of all ranks, {samples}/s"] = {"images_per_s": ""}
-    drawn["norm of the averaged gradient"] = {"gradient_norm": ""}
     return [_chart(named, title, sources) for title, sources in drawn.items()]
 
 

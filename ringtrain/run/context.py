@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from ringtrain import data
     from ringtrain.checkpoint.callback_state import SharedCallbackState
-    from ringtrain.hvd import GradientNorm
     from ringtrain.hvd.step_timing import StepTimer
     from ringtrain.monitor.fault_injection import Fault
     from ringtrain.monitor.heartbeat import Monitor
@@ -114,7 +113,6 @@ class Job:
     """compiled and built, with a distributed optimizer"""
     all_callbacks: Sequence[keras.callbacks.Callback] = ()
     """the user's, of which those that write files run on rank 0 alone"""
-    gradient_norm: GradientNorm | None = None
     validation: Validation = field(default_factory=Validation)
     plan: dict[str, str] = field(default_factory=dict)
     """rows of the printed plan that differ from those of the configuration, for what is compiled elsewhere"""

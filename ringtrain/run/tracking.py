@@ -78,12 +78,6 @@ class Recorder(keras.callbacks.Callback):
         self.epoch_begin_s = self.epoch_start_s = self.epoch_end_s = time.perf_counter()
         self.steps_before = self.last_step = self.global_step
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self.run.job.gradient_norm is not None:
-            # For the last update before a record, in steps.jsonl or at the end of the epoch.
-            to_record = -(self.global_step + 1) % self.run.config.tracking.every_steps, self.params["steps"] - 1 - batch
-            self.run.job.gradient_norm.want(min(to_record) < self.run.job.numbers.accumulation_steps)
-
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.epoch_end_s, self.last_step = time.perf_counter(), self.global_step
         if self.run.clock.before == self.first_step:
@@ -169,8 +163,6 @@ class Recorder(keras.callbacks.Callback):
         record["learning_rate"] = self.learning_rate
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             record["loss_scale"] = float(optimizer.dynamic_scale)
-        if self.run.job.gradient_norm is not None:
-            record["gradient_norm"] = float(self.run.job.gradient_norm)
         record["images_per_s"] = math.nan
         seconds = self.epoch_end_s - self.epoch_start_s
         if seconds:

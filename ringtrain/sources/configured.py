@@ -84,9 +84,6 @@ class ConfiguredSource(FromCheckpoint):
             plan["global batch"] = f"{batch}: a batch of the {train.kind}, on all ranks: train.batch_size has no effect"
         job.plan |= plan
         job.named_in_errors = config.data.name
-        # An optimizer that is not built is that of a `compile` without arguments, which a train_step does not use.
-        if config.tracking.every_steps > 0 and strategy.has_gradient_norm and model.optimizer.built:
-            job.gradient_norm = hvd.track_gradient_norm(model.optimizer)
         return job
 
 

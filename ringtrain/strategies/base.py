@@ -36,7 +36,6 @@ class Strategy:
     over_grpc = False  # whether ranks use gRPC, which has no authentication: see docs/launching.md
     ranks_change = False  # whether ranks join and leave during training; until they agree, others may be training
     trains_here = True  # whether this process computes gradients, whose phases can be measured
-    has_gradient_norm = True  # whether the norm of the reduced gradients can be read
     other_hosts: Sequence[str] = ()  # of further processes, which are no ranks of this training loop
     # Host, versions and checksums of processes that read data: they must equal those of this one.
     of_others: Sequence[tuple[str, Mapping[str, str]]] = ()

@@ -65,10 +65,6 @@ class SumReduction(threading.local):  # each copy's step is traced in a thread o
         results = tf.function(lambda: self.strategy.run(on_each_copy), autograph=False)()
         return np.stack([one.numpy() for one in self.strategy.experimental_local_results(results)])
 
-    def settings(self) -> dict[str, Any]:
-        """Settings that must be equal on all ranks."""
-        return {"op": "averaged", "by": type(self.strategy).__name__}
-
 
 def create_variables(model: keras.Model, strategy: Strategy) -> None:
     """Creates a strategy's variables. Those of metrics follow outside of its scope: they are local to this process."""

@@ -40,18 +40,11 @@ def test_patience_ends_all_ranks_and_a_run_that_has_ended_so_stays_ended(tmp_pat
     assert summary(tmp_path)["checksum"] == checksum
 
 
-def test_steps_are_written_down_with_the_gradients_norm(tmp_path):
-    """Two ranks' averaged gradient is as long as that of one rank with the big batch."""
-    options = ["--tracking.every-steps", 8, "--train.epochs", 1]
-    options += ["--optimizer.learning-rate-scaling", "none", "--optimizer.clip-norm", 0.001]
-    norms = []
-    for name, np, batch in (("two", 2, 32), ("one", 0, 64)):
-        train(tmp_path / name, *options, "--train.batch-size", batch, np=np)
-        steps = records(tmp_path / name, "steps.jsonl")
-        assert [step["global_step"] for step in steps] == [8, 16]
-        norms.append([step["gradient_norm"] for step in steps])
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-    assert min(norms[0]) > 0.01, "before clipping"
+def test_steps_are_written_down(tmp_path):
+    train(tmp_path, "--tracking.every-steps", 8, "--train.epochs", 1)
+    steps = records(tmp_path, "steps.jsonl")
+    assert [step["global_step"] for step in steps] == [8, 16]
+    assert all(step["loss"] > 0 for step in steps)
 
 
 @pytest.mark.parametrize(("batch", "every_steps", "step"), [(-1, 500, 1), (6, 5, 11), (STEPS_PER_EPOCH - 1, 500, 23)])

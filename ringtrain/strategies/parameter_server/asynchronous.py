@@ -27,8 +27,6 @@ class Asynchronous(ParameterServers):
     A step is one worker's update. TensorFlow's ClusterCoordinator schedules steps and repeats those of lost workers.
     """
 
-    has_gradient_norm = False  # concurrent updates would overwrite it while it is read
-
     def begin(self) -> devices.Pinning:
         pinning = super().begin()
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)

@@ -56,10 +56,6 @@ class NoReduction:
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
         return list(gradients)
 
-    def settings(self) -> dict[str, Any]:
-        """Settings that must be equal on all ranks: none."""
-        return {}
-
 
 class ParameterServers(Strategy):
     """Base class of ps-async and ps-sync, on the coordinator."""
