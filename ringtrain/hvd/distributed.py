@@ -48,8 +48,6 @@ def undistribute(optimizer: Any) -> None:
     for single in [inner, *getattr(inner, "_inner_optimizers", ())]:
         if getattr(single, "reduction", None) is not reduction:
             continue  # the script has made this part of a MultiOptimizer distributed
-        for variable in single.added:
-            single._tracker.untrack(variable)
         for name in single.of_object:
             vars(single).pop(name, None)
         make_plain(single, _Reducing)
@@ -158,25 +156,8 @@ class _Reducing(keras.optimizers.Optimizer):
     def add_state(self) -> None:
         """Adds the variables that the reduction keeps from step to step to a built optimizer."""
         if self.reducer and not self.added:
-            added = self.reducer.build(self, self._trainable_variables)
-            self.__dict__["added"] = added  # not self.added = ...: Keras would track a list of its own
-
-    def save_own_variables(self, store: Any) -> None:
-        """Saves those of the plain optimizer, as which a model is saved."""
-        for index, variable in enumerate(self._variables_of_plain()):
-            store[str(index)] = keras.ops.convert_to_numpy(variable)
-
-    def load_own_variables(self, store: Any) -> None:
-        variables = self._variables_of_plain()
-        if len(store.keys()) != len(variables):
-            super().load_own_variables(store)  # says so
-            return
-        for index, variable in enumerate(variables):
-            variable.assign(store[str(index)])
-
-    def _variables_of_plain(self) -> list[Any]:
-        added = {id(variable) for variable in self.added}
-        return [variable for variable in self.variables if id(variable) not in added]
+            # Not self.added = ...: Keras would track and save what the plain optimizer has not.
+            self.__dict__["added"] = self.reducer.build(self._trainable_variables)
 
     def reduce(self, grads: Any, variables: Any) -> list[Any]:
         """Reduces the gradients of an update over the ranks; none of them may be None."""

@@ -23,8 +23,8 @@ class Reducer:
     has_state = False
     """whether a step leaves something for the next one, so that no step may be skipped"""
 
-    def build(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> list[keras.Variable]:
-        """Returns the state for an optimizer's variables, which `optimizer.add_variable` has made."""
+    def build(self, variables: Sequence[Any]) -> list[keras.Variable]:
+        """Makes the state for an optimizer's variables, which `slots_of` finds."""
         return []
 
     def of_one_rank(self) -> list[Any]:

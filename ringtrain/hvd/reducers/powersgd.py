@@ -79,20 +79,20 @@ class LowRank(Reducer):
         self.settings = settings
         self._matrices: dict[int, Matrix] = {}
 
-    def build(self, optimizer: Any, variables: Sequence[Any]) -> list[keras.Variable]:
-        """Adds the state of the compressed ones of an optimizer's variables, and returns it."""
+    def build(self, variables: Sequence[Any]) -> list[keras.Variable]:
+        """Makes the state of the compressed ones of an optimizer's variables, and returns it."""
         added = []
         for index, variable in enumerate(variables):
             shape = self.settings.matrix_of(variable.shape)
             if shape is None or variable.dtype not in ("float32", "float64"):
                 continue
-            name = f"{variable.path.replace('/', '_')}_powersgd_right"
+            name, options = variable.path.replace("/", "_"), {"dtype": variable.dtype, "trainable": False}
             # The same numbers on every rank; those of later steps are means.
             numbers = keras.initializers.RandomNormal(stddev=1.0, seed=index)
-            right = optimizer.add_variable((shape[1], self.settings.rank), numbers, variable.dtype, name=name)
-            added.append(right)
-            error = optimizer.add_variable_from_reference(variable, "powersgd_error")
-            added.append(error)
+            right_shape = shape[1], self.settings.rank
+            right = keras.Variable(numbers, right_shape, name=f"{name}_powersgd_right", **options)
+            error = keras.Variable("zeros", variable.shape, name=f"{name}_powersgd_error", **options)
+            added += [right, error]
             self._matrices[id(tensor_of(variable))] = Matrix(shape, error, right)
         return added
 
