@@ -42,8 +42,6 @@ ADVICE: Mapping[str, str] = {
 _HOROVOD = (
     "hvd.op",
     "hvd.compression",
-    "hvd.fusion_mb",
-    "hvd.cycle_time_ms",
     "hvd.groups",
     "hvd.merge_rows",
     "train.virtual_ranks",
@@ -100,7 +98,6 @@ NOT_TOGETHER: Mapping[str, tuple[str, ...]] = {
     "hvd.compression powersgd": ("hvd.groups", "hvd.op adasum", "train.precision mixed_float16"),
     "hvd.compression bf16": ("hvd.groups", "hvd.op adasum"),
     "hvd.groups": ("hvd.deterministic", "hvd.op adasum"),
-    "hvd.deterministic": ("hvd.fusion_mb",),
 }
 """Each with what it does not go together with. An option: it has another value than by default; a word after its name:
 a value that begins with this word."""

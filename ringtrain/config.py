@@ -269,10 +269,6 @@ class HvdConfig:
     """average of the ranks' gradients, or Adasum (arXiv 2006.02924)"""
     compression: Annotated[str, rule.COMPRESSION] = "none"
     """for slow networks: fp16, bf16 (16 bits per number), or powersgd:4 (matrices of rank 4)"""
-    fusion_mb: Annotated[float, rule.FINITE_OR_UNSET] = -1.0
-    """Horovod's fusion buffer, MiB; 0: no fusion; -1: HOROVOD_FUSION_THRESHOLD if set, else 4, or 128 with NCCL"""
-    cycle_time_ms: Annotated[float, rule.FINITE_OR_UNSET] = -1.0
-    """milliseconds in which ready gradients are collected; -1: HOROVOD_CYCLE_TIME if set, else 1"""
     groups: Annotated[int, AT_LEAST_0] = 0
     """number of groups of gradients, each sent when complete; 0: send each gradient when it is ready"""
     deterministic: bool = False

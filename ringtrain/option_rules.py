@@ -21,7 +21,6 @@ class Need(NamedTuple):
 
 
 FINITE = Rule("a number from 0 on", lambda value: 0 <= value < math.inf)
-FINITE_OR_UNSET = Rule("0 or more, or -1", lambda value: value == -1 or 0 <= value < math.inf)
 ABOVE_0 = Rule("a number above 0", lambda value: 0 < value < math.inf)
 SHARE = Rule("0 to 1", lambda value: 0 <= value <= 1)
 BELOW_1 = Rule("0 up to 1, 1 excluded", lambda value: 0 <= value < 1)

@@ -69,8 +69,7 @@ def train(config: Config) -> dict[str, Any]:
 
     Every rank calls it, with the same configuration. It can be called many times in one process, with one exception:
     what a process fixes when it starts. These are its devices, the strategy's transport (ring; mpi-ring, towers and the
-    others) and Horovod's settings (hvd.fusion_mb, hvd.cycle_time_ms, hvd.deterministic); another value raises. Layer
-    names are counted from one again for each call.
+    others) and hvd.deterministic; another value raises. Layer names are counted from one again for each call.
 
     Args:
         config: for example `config_io.read(["--config", "configs/digits.toml"])`.

@@ -47,40 +47,34 @@ else:
 
 
 def configure(options: HvdConfig, environ: MutableMapping[str, str] | None = None) -> None:
-    """Sets Horovod's environment variables from the configuration; call it before `init`, on every rank.
+    """Turns Horovod's tensor fusion off in deterministic mode; call it before `init`, on every rank.
 
-    Deterministic mode turns tensor fusion off. Timing decides which tensors share Horovod's buffer, and with more than
-    two ranks the order of additions depends on a value's position in the buffer.
+    Timing decides which tensors share Horovod's buffer, and with more than two ranks the order of additions depends on
+    a value's position in the buffer.
 
     Args:
-        options: Values that are set override the environment.
+        options: Of which `deterministic` is read.
         environ: Environment to change. None: that of this process.
 
     Raises:
-        ConfigError: Deterministic mode with Horovod's autotuning, which changes the order of additions during the run;
-            or Horovod was started in this process with other values.
+        ConfigError: Horovod's autotuning is on, which changes the order of additions during the run; or Horovod was
+            started in this process with another fusion buffer.
     """
+    if not options.deterministic:
+        return
     is_started = environ is None and horovod.is_initialized()
     environ = os.environ if environ is None else environ
-    wanted: dict[str, tuple[str, str]] = {}
-    if options.fusion_mb >= 0:
-        wanted["HOROVOD_FUSION_THRESHOLD"] = "hvd.fusion_mb", str(round(options.fusion_mb * 2**20))
-    if options.cycle_time_ms >= 0:
-        wanted["HOROVOD_CYCLE_TIME"] = "hvd.cycle_time_ms", str(options.cycle_time_ms)
-    if options.deterministic:
-        if environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0"):
-            raise ConfigError(
-                "hvd.deterministic: HOROVOD_AUTOTUNE changes the order of additions while it tries settings: unset it"
-            )
-        wanted["HOROVOD_FUSION_THRESHOLD"] = "hvd.deterministic", "0"
-    for variable, (option, value) in wanted.items():
-        if is_started and environ.get(variable) != value:
-            raise ConfigError(
-                f"{option}: needs {variable}={value}, and Horovod was started in this process with"
-                f" {environ.get(variable, 'its default')}: set it in the environment, or start a process of its own for"
-                f" this run"
-            )
-        environ[variable] = value
+    if environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0"):
+        raise ConfigError(
+            "hvd.deterministic: HOROVOD_AUTOTUNE changes the order of additions while it tries settings: unset it"
+        )
+    if is_started and environ.get("HOROVOD_FUSION_THRESHOLD") != "0":
+        raise ConfigError(
+            "hvd.deterministic: needs HOROVOD_FUSION_THRESHOLD=0, and Horovod was started in this process with"
+            f" {environ.get('HOROVOD_FUSION_THRESHOLD', 'its default')}: set it in the environment, or start a process"
+            " of its own for this run"
+        )
+    environ["HOROVOD_FUSION_THRESHOLD"] = "0"
 
 
 def check_op(options: HvdConfig) -> None:

@@ -43,7 +43,6 @@ OF_ALL = {
     "train.patience": 0,
     "train.max_time_s": 0,
     "hvd.groups": 0,
-    "hvd.fusion_mb": -1,
     "chaos": "",
 }
 """options of all runs: none ends early, and the order of additions is fixed"""

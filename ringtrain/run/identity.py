@@ -32,8 +32,6 @@ FREE = (
     "data.dir",
     "data.file",
     "strategy.",
-    "hvd.fusion_mb",
-    "hvd.cycle_time_ms",
     "hvd.groups",
     "train.epochs",
     "train.batch_size",

@@ -121,7 +121,7 @@ SCRIPT = ROOT / "tests" / "ring" / "own_trial.py"
 def test_a_script_is_swept_by_arguments_trial_values_and_options_of_fit_and_goes_on_when_killed(tmp_path):
     """The best trial's values then train the same weights in a launch of their own."""
     folder = tmp_path / "swept"
-    (tmp_path / "space.toml").write_text("learning-rate = [0.02, 1e-9]\nunits = [3]\n[hvd]\nfusion-mb = [1.0]\n")
+    (tmp_path / "space.toml").write_text("learning-rate = [0.02, 1e-9]\nunits = [3]\n[hvd]\ngroups = [2]\n")
     own = ["--space", tmp_path / "space.toml", "--sampler", "grid", "--folder", folder]
     own += ["--set", "--lr={learning_rate}", "-H", "localhost:2"]
     script = ["python", SCRIPT, "--epochs", EPOCHS]
@@ -137,7 +137,7 @@ def test_a_script_is_swept_by_arguments_trial_values_and_options_of_fit_and_goes
         assert [bool(start["resumed_from"]) for start in starts_of(one)] == [False, True]
         summary = json.loads((one / "summary.json").read_text())
         assert summary["config"]["optimizer"]["learning_rate"] == pytest.approx(rate)
-        assert summary["num_parameters"] == 8 * 3 + 3 + 3 + 1 and summary["config"]["hvd"]["fusion_mb"] == 1
+        assert summary["num_parameters"] == 8 * 3 + 3 + 3 + 1 and summary["config"]["hvd"]["groups"] == 2
         assert (trial["state"], trial["epochs"], trial["value"]) == (
             "complete",
             EPOCHS,
@@ -145,7 +145,7 @@ def test_a_script_is_swept_by_arguments_trial_values_and_options_of_fit_and_goes
         )
         assert (one.parent / "log.csv").read_text().count("\n") == EPOCHS + 1  # not in the script's own folder
         log = (folder / "starts" / f"trial-000{number}.log").read_text()
-        assert "hvd.fusion_mb from ringtrain sweep" in log
+        assert "hvd.groups from ringtrain sweep" in log
         assert f"learning_rate={rate}, units=3 (from ringtrain sweep)" in log
         losses.append(trial["value"])
     assert losses[0] < losses[1]

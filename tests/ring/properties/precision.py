@@ -98,13 +98,11 @@ def deterministic_knows_several_dtypes_and_compression():
             assert np.allclose(variable.numpy(), -(index + (hvd.size() - 1) / 2))
 
 
-def configure_sets_what_horovod_reads():
+def deterministic_mode_turns_fusion_off():
     environ = {"HOROVOD_CYCLE_TIME": "7"}
     configure = lambda **options: hvd.configure(HvdConfig(**options), environ)  # noqa: E731
     configure()
     assert environ == {"HOROVOD_CYCLE_TIME": "7"}
-    configure(fusion_mb=1.5, cycle_time_ms=0.5)
-    assert environ == {"HOROVOD_CYCLE_TIME": "0.5", "HOROVOD_FUSION_THRESHOLD": str(3 * 2**19)}
     configure(deterministic=True)
     assert environ["HOROVOD_FUSION_THRESHOLD"] == "0"
     environ["HOROVOD_AUTOTUNE"] = "1"
