@@ -319,7 +319,7 @@ def alltoall(value: Any, splits: Any = None, name: str | None = None, **kwargs: 
 
 
 def gather_bytes(own: NDArray[np.uint8], name: str) -> NDArray[np.uint8] | None:
-    """Sends every rank's bytes to rank 0; the other ranks need no memory for them. A collective.
+    """Sends every rank's bytes to rank 0; the other ranks keep none of them. A collective.
 
     Args:
         own: Shape (length,), the same length on every rank.
@@ -328,12 +328,13 @@ def gather_bytes(own: NDArray[np.uint8], name: str) -> NDArray[np.uint8] | None:
     Returns:
         Array of shape (size, length) on rank 0; None on other ranks.
     """
-    size, rank = horovod.size(), horovod.rank()
-    rows = np.empty((size, own.size), np.uint8) if rank == 0 else None
-    for begin, end in _pieces(own.size, size):
-        received = _exchange(own[begin:end], [end - begin] + [0] * (size - 1), name)
+    rows = None
+    if horovod.rank() == 0:
+        rows = np.empty((horovod.size(), own.size), np.uint8)
+    for begin, end in _pieces(own.size):
+        pieces = allgather(own[None, begin:end], name=name).numpy()
         if rows is not None:
-            rows[:, begin:end] = received.reshape(size, -1)
+            rows[:, begin:end] = pieces
     return rows
 
 
@@ -348,26 +349,18 @@ def scatter_bytes(rows: Sequence[NDArray[np.uint8]] | None, length: int, name: s
     Returns:
         This rank's row, shape (length,).
     """
-    size, received = horovod.size(), np.empty(length, np.uint8)
-    for begin, end in _pieces(length, size):
-        if rows is None:
-            sent = received[:0]
-        else:
-            sent = np.concatenate([row[begin:end] for row in rows])
-        received[begin:end] = _exchange(sent, [0 if rows is None else end - begin] * size, name)
-    return received
+    own = np.empty(length, np.uint8)
+    for begin, end in _pieces(length):
+        pieces = np.empty((horovod.size(), end - begin), np.uint8)
+        if rows is not None:
+            pieces = np.stack([row[begin:end] for row in rows])
+        own[begin:end] = broadcast(pieces, 0, name=name).numpy()[horovod.rank()]
+    return own
 
 
-def _pieces(length: int, size: int) -> list[tuple[int, int]]:
-    step = max(1, PIECE_BYTES // size)
+def _pieces(length: int) -> list[tuple[int, int]]:
+    step = max(1, PIECE_BYTES // horovod.size())
     return [(begin, min(begin + step, length)) for begin in range(0, length, step)]
-
-
-def _exchange(sent: NDArray[np.uint8], splits: list[int], name: str) -> NDArray[np.uint8]:
-    with tf.device(CPU):
-        received, _ = alltoall(sent, splits=tf.constant(splits, tf.int32), name=name)
-    array: NDArray[np.uint8] = received.numpy()
-    return array
 
 
 @tf.autograph.experimental.do_not_convert  # in a script's tf.function

@@ -2,8 +2,8 @@
 
 Floating-point sums use the ring of `ring_allreduce.py`, as in Baidu's mpi_collectives for TensorFlow; other reductions
 are MPI's. Calls run one at a time, in program order, which must be the same on every rank. A tf.function keeps that
-order, since NumPy calls are stateful ops. Gradients are those of Horovod's collectives. Other functions (join,
-timelines, ...) raise MissingDependency when called.
+order, since NumPy calls are stateful ops. Gradients are those of Horovod's collectives. Other functions (alltoall,
+join, timelines, ...) raise MissingDependency when called.
 """
 
 from __future__ import annotations
@@ -111,11 +111,6 @@ local_rank, local_size = _number("host", "rank"), _number("host", "size")
 cross_rank, cross_size = _number("hosts", "rank"), _number("hosts", "size")
 
 
-def is_homogeneous() -> bool:
-    """Returns whether all hosts have the same number of ranks. A collective."""
-    return len(set(allgather_object(local_size()))) == 1
-
-
 def mpi_built() -> bool:
     return True
 
@@ -190,42 +185,6 @@ def allgather(tensor: Any, name: str | None = None, **options: Any) -> Any:
         return tf.split(allreduce(upstream, op=Average), allgather(num_rows), num=size())[rank()]
 
     return _by_numpy(lambda values: np.concatenate(_world().comm.allgather(values)), tensor, shape, gradient)
-
-
-def alltoall(tensor: Any, splits: Any = None, name: str | None = None, **options: Any) -> Any:
-    """Sends each rank its rows; returns the received rows, and with `splits` also how many are from each rank."""
-    if splits is None:
-        each, left = divmod(tensor.shape[0] or 0, size())
-        if left or tensor.shape[0] is None:
-            raise ValueError(f"alltoall: {tensor.shape[0]} rows for {size()} ranks: give splits")
-        received, _ = alltoall(tensor, [each] * size(), name, **options)
-        return received
-
-    def exchange(values: NDArray[Any], sent: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        world, row = _world(), values.shape[1:]
-        if sent.sum() != len(values):
-            raise ValueError(f"alltoall: splits add up to {sent.sum()}, and there are {len(values)} rows")
-        lengths = np.empty_like(sent)
-        world.comm.Alltoall(sent, lengths)
-        received = np.empty((lengths.sum(), *row), values.dtype)
-        # Whole rows, as MPI counts in 32 bits.
-        kind = world.mpi.BYTE.Create_contiguous(int(np.prod(row)) * values.itemsize).Commit()
-        world.comm.Alltoallv([_bytes_of(values), sent, None, kind], [_bytes_of(received), lengths, None, kind])
-        kind.Free()
-        return received, lengths
-
-    @tf.custom_gradient
-    def run(tensor: Any, splits: Any) -> Any:
-        if tf.executing_eagerly():
-            received, lengths = map(tf.constant, exchange(tensor.numpy(), splits.numpy()))
-        else:
-            received, lengths = tf.numpy_function(exchange, [tensor, splits], [tensor.dtype, tf.int32])
-            received.set_shape([None, *tensor.shape[1:]])
-            lengths.set_shape(splits.shape)
-        return (received, lengths), lambda upstream, _: (alltoall(upstream, lengths)[0], None)
-
-    received, lengths = run(tf.convert_to_tensor(tensor), tf.cast(splits, tf.int32))
-    return received, lengths
 
 
 def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:

@@ -130,23 +130,21 @@ def collectives_have_gradients_and_take_numbers_of_any_shape():
         "average": (hvd.allreduce, np.full((size, 2), total / size)),
         "allgather": (hvd.allgather, np.full((size, 2), total / size)),
         "broadcast": (lambda value: hvd.broadcast(value, 1), np.full((size, 2), own_root * total / size)),
-        "alltoall": (lambda value: hvd.alltoall(value, [1] * size)[0], np.arange(1, size + 1)[:, None] * np.ones(2)),
     }
     for name, (collective, gradient) in expected.items():
-
-        def found(collective=collective):
-            with tf.GradientTape() as tape:
-                tape.watch(value)
-                weighted = tf.reduce_sum(collective(value) * (rank + 1.0))
-            return tape.gradient(weighted, value)
-
-        for run in (found, tf.function(found)):
-            np.testing.assert_allclose(run().numpy(), gradient, rtol=1e-6, err_msg=name)
-    received = hvd.alltoall(value, [1] * size)[0].numpy()
-    np.testing.assert_array_equal(received, np.arange(size)[:, None] * np.ones(2))
+        _has_gradient(collective, value, gradient, name)
     for dtype in ("float16", "float32", "float64", "int32"):
         assert hvd.allreduce(tf.constant(rank + 1, dtype), op=hvd.Sum).numpy() == total, dtype
         assert hvd.allreduce(tf.constant([rank + 1], dtype), op=hvd.Max).numpy().tolist() == [size], dtype
+
+
+def alltoall_has_a_gradient():
+    size = hvd.size()
+    value = tf.ones((size, 2)) * float(hvd.rank())
+    received = hvd.alltoall(value, [1] * size)[0].numpy()
+    np.testing.assert_array_equal(received, np.arange(size)[:, None] * np.ones(2))
+    gradient = np.arange(1, size + 1)[:, None] * np.ones(2)
+    _has_gradient(lambda value: hvd.alltoall(value, [1] * size)[0], value, gradient, "alltoall")
 
 
 def tape_reduces_for_keras_variables():
@@ -183,6 +181,19 @@ def elastic_state_of_variables():
     assert "got no variables" in small.raised(ValueError, hvd.elastic.TensorFlowState)
     model = small.train(small.build(), "sgd", [])
     assert hvd.elastic.TensorFlowKerasState(model, backend=None, batch=3).batch == 3
+
+
+def _has_gradient(collective, value, gradient, name):
+    """Of a sum that each rank weighs by its number."""
+
+    def found():
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            weighted = tf.reduce_sum(collective(value) * (hvd.rank() + 1.0))
+        return tape.gradient(weighted, value)
+
+    for run in (found, tf.function(found)):
+        np.testing.assert_allclose(run().numpy(), gradient, rtol=1e-6, err_msg=name)
 
 
 def _takes_the_same(theirs, ours):
