@@ -253,10 +253,6 @@ class StrategyConfig:
     """collectives of multi-worker: TensorFlow's ring, NCCL between GPUs, or TensorFlow's choice"""
     servers: Annotated[int, AT_LEAST_1, needs("strategy.name", "ps-async", "ps-sync")] = 1
     """number of ranks that are parameter servers, the first also the coordinator; also ringtrain launch --ps"""
-    variables: Annotated[Literal["round-robin", "by-size"], needs("strategy.name", "ps-async", "ps-sync")] = (
-        "round-robin"
-    )
-    """placement of variables on servers: in turn, or each on the server with the fewest bytes"""
     backup_workers: Annotated[int, AT_LEAST_0, needs("strategy.name", "ps-sync")] = 0
     """slowest workers per step whose gradients ps-sync drops; against stragglers"""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -40,7 +38,7 @@ def check_averaging(optimizer: Any) -> str:
         raise OutOfSync(f"{type(inner).__name__} has no parts before it is built: compile and build it first")
 
     for part in getattr(inner, "optimizers", [inner]):
-        result = reduction.trial(functools.partial(_reducing, innermost(part)))
+        result = reduction.trial(innermost(part))
         num_ranks, device = result.shape[-1], getattr(reduction, "device_dense", "")
         divisor = {"averaged": num_ranks, "summed": 1}.get(OP_WORDS[reduction.op])
         if divisor is None:
@@ -53,9 +51,3 @@ def check_averaging(optimizer: Any) -> str:
                 f" {expected} everywhere"
             )
     return OP_WORDS[reduction.op]
-
-
-def _reducing(optimizer: Any, length: int) -> Callable[[Any], tf.Tensor]:
-    """Returns a function that sends a vector of `length` through the reduction of an optimizer."""
-    variable = keras.Variable(np.zeros(length), dtype="float32", name="probe")
-    return lambda vector: optimizer.reduce([vector], [variable])[0]

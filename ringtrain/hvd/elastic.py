@@ -146,13 +146,14 @@ class KerasState(_VariablesState):
     Args:
         model: Built model.
         optimizer: Optimizer of the model. None: the one it was compiled with, if any.
+        backend: For TensorFlow 1; ignored.
         kwargs: Objects to keep with the model; they become attributes.
 
     Raises:
         ValueError: The model is not built.
     """
 
-    def __init__(self, model: keras.Model, optimizer: Any = None, **kwargs: Any) -> None:
+    def __init__(self, model: keras.Model, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
         self.model = model
         self.optimizer = compiled_optimizer(model) if optimizer is None else optimizer
         if not has_weights(model):
@@ -168,6 +169,9 @@ class KerasState(_VariablesState):
     def _variables(self) -> list[Any]:
         slots = slots_of(self.model, self.optimizer)
         return [*self.model.weights, *slots, *(seeds(self.model) if is_shared(self.model) else [])]
+
+
+TensorFlowKerasState = KerasState
 
 
 class SharedKerasState(KerasState):
@@ -221,13 +225,6 @@ class SharedKerasState(KerasState):
 
     def _keep(self) -> None:
         """Does nothing."""
-
-
-class TensorFlowKerasState(KerasState):
-    """`KerasState` with the parameters of `horovod.tensorflow.elastic`; `backend`, for TensorFlow 1, is ignored."""
-
-    def __init__(self, model: keras.Model, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
-        super().__init__(model, optimizer, **kwargs)
 
 
 class TensorFlowState(_VariablesState):

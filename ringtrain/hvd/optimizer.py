@@ -57,34 +57,30 @@ def DistributedOptimizer(
             under mixed_float16), an overflow on one rank skips the step on all ranks.
         name: Prefix of the operation names. None: "Distributed" and the class name.
         device_dense, device_sparse: Device on which dense and sparse gradients are reduced. "": TensorFlow decides.
-        compression: `Compression.none`; `Compression.fp16` to send 16-bit floats, divided by the number of ranks (or
-            by `gradient_predivide_factor`, if given) before the sum. Additions of ringtrain: `Compression.bf16`, which
-            rounds more and does not overflow; `Compression.powersgd(rank)`, which sends a few vectors per matrix.
+        compression: One of `Compression`. `fp16` divides by the number of ranks (or by `gradient_predivide_factor`, if
+            given) before the sum; `bf16` and `powersgd(rank)` are additions of ringtrain.
         sparse_as_dense: Convert `IndexedSlices` to dense tensors before the reduction. False: gather them.
         gradient_predivide_factor: With Average, divide by this factor before the sum, and by size / factor after it.
         op: Average, Sum or Adasum (over MPI, with a power of two of ranks).
-        backward_passes_per_step: Number of micro-steps that each rank accumulates per update; only the update
-            communicates. Sets Keras' `gradient_accumulation_steps`, which also works without this argument.
-        average_aggregated_gradients: Divide by the number of micro-steps, which is equivalent to one large batch. As in
-            Horovod, `backward_passes_per_step` sums by default; `gradient_accumulation_steps` always averages.
+        backward_passes_per_step: Micro-steps that each rank accumulates per update, which alone communicates. Sets
+            Keras' `gradient_accumulation_steps`, which also works without this argument, and always averages.
+        average_aggregated_gradients: Divide by the number of micro-steps, as one large batch does. False: sum them.
         num_groups: Horovod's deprecated name for an integer `groups`.
         groups: Number of groups in which dense gradients are reduced, or a list of lists of variables. Variables in no
             list are reduced one by one.
         process_set: Ranks that reduce with each other.
         scale_local_gradients: Divide gradients of local variables (see `register_local_var`) by the number of ranks.
-        deterministic: Addition of ringtrain. Send all dense gradients as one vector, so that with more than two ranks
-            the order of additions is the same in every step and run. Also set HOROVOD_FUSION_THRESHOLD=0.
-        merge_rows: Addition of ringtrain. Add up the parts of a row of a sparse gradient before the update, as in a
-            dense one, and send less. False: Adam and others square the parts one by one, as Keras does. Several ranks
-            with GPUs always add them up, since TensorFlow would do so in another order on each rank.
+        deterministic: Addition of ringtrain. Send all dense gradients as one vector, so that the order of additions is
+            the same in every step and run. Also set HOROVOD_FUSION_THRESHOLD=0.
+        merge_rows: Addition of ringtrain. Add up the parts of a row of a sparse gradient before the update, and send
+            less. False: Adam and others square the parts one by one, as Keras does. GPUs always add them up.
 
     Returns:
         `optimizer`, with the new method `register_local_var(variable)`, which excludes a variable from the reduction.
 
     Raises:
         TypeError: `optimizer` is not a Keras 3 optimizer.
-        ValueError: Arguments contradict each other, the optimizer is already distributed, or the nesting
-            is not supported. The message names the fix.
+        ValueError: Arguments contradict each other, or the optimizer is already distributed.
     """
     groups = num_groups if groups is None and num_groups else groups
     _refuse_other(optimizer)

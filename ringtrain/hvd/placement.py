@@ -12,7 +12,7 @@ from ringtrain.errors import PlacementError
 from ringtrain.hvd.backend import horovod
 from ringtrain.hvd.process import elastic
 from ringtrain.protocol.env import ALONE, COLLECTIVES
-from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference, expectation, table
+from ringtrain.protocol.placement import RankPlacement, difference, expectation, refuse_others
 
 CPU = "CPU:0"
 """device of small collectives: NCCL rejects ranks without a GPU, and two ranks on one GPU"""
@@ -53,17 +53,10 @@ def check_placement(device: str = "") -> None:
         else:
             reports = [report]
     ranks, plans, versions = zip(*reports, strict=True)
-    plan = next((each for each in plans if each is not None and each.hosts), None) or expected
-    wrong = difference(plan or PlannedPlacement(local.size, source="the launcher"), ranks)
-    if wrong:
-        raise PlacementError(wrong)
+    refuse_others(ranks, plans, versions)
     without = [f"rank {rank.rank} on {rank.host}" for rank in ranks if not rank.device]
     if horovod.nccl_built() and 0 < len(without) < len(ranks):
         raise PlacementError(
             f"{', '.join(without)} found no GPU, and others did: NCCL cannot add up gradients of both: give every rank "
             "a GPU, or hide all of them on every host (CUDA_VISIBLE_DEVICES=)"
         )
-    if len(set(versions)) > 1:
-        rows = [(str(rank.rank), rank.host, version) for rank, version in zip(ranks, versions, strict=True)]
-        lines = table(("rank", "host", "ringtrain"), rows)
-        raise PlacementError(f"ranks run different versions of ringtrain: install the same everywhere\n{lines}")

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
@@ -83,10 +85,11 @@ class Reduction:
         values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(rows))
         return tf.IndexedSlices(values, rows, slices.dense_shape)
 
-    def trial(self, probe: Callable[[int], Callable[[Any], Any]]) -> NDArray[Any]:
-        """Reduces vectors of length size, each 1 at its rank and else 0, by the function that `probe(size)` returns."""
+    def trial(self, optimizer: Any) -> NDArray[Any]:
+        """Reduces vectors of length size, each 1 at its rank and else 0, by an optimizer."""
         num_ranks = self.process_set.size()
-        result: NDArray[Any] = probe(num_ranks)(tf.one_hot(self.process_set.rank(), num_ranks)).numpy()
+        (reduced,) = optimizer.reduce([tf.one_hot(self.process_set.rank(), num_ranks)], [probe(num_ranks)])
+        result: NDArray[Any] = reduced.numpy()
         return result
 
     def true_on_all_ranks(self, flag: Any) -> tf.Tensor:
@@ -280,6 +283,11 @@ class Reduction:
         if elastic():
             return tf.cast(horovod.size_op(process_set_id=self.process_set.process_set_id), tf.float64)
         return self.process_set.size()
+
+
+def probe(length: int) -> keras.Variable:
+    """Variable whose gradient a trial reduces."""
+    return keras.Variable(np.zeros(length), dtype="float32", name="probe")
 
 
 def require_one_vector(reduction: Reduction, ops: Sequence[Any]) -> None:

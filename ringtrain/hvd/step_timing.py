@@ -81,11 +81,7 @@ class PhaseTracker:
 
     def note(self, moment: str, tensors: Any) -> list[Any]:
         """Adds graph nodes that record when tensors are ready, and returns the last one; empty without `watch`."""
-        if (
-            self._moments is None
-            or _in_a_further_tower()
-            or GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
-        ):
+        if self._moments is None or GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             return []  # XLA compiles no clock
         flat = [tensor for tensor in tf.nest.flatten(tensors, expand_composites=True) if tf.is_tensor(tensor)]
         with tf.control_dependencies(flat):
@@ -127,15 +123,6 @@ class PhaseTracker:
 
 def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in seconds.items()}
-
-
-def _in_a_further_tower() -> bool:
-    """Returns whether this graph is of a later copy of the model in this process than the first."""
-    # TensorFlow reads clocks in program order: the second tower would begin when the first has its gradients.
-    if not isinstance(tf.distribute.get_strategy(), tf.distribute.MirroredStrategy):
-        return False
-    context = tf.distribute.get_replica_context()
-    return context is not None and int(tf.get_static_value(context.replica_id_in_sync_group)) > 0
 
 
 PLACE = PhaseTracker()

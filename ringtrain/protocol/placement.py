@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from ringtrain.errors import PlacementError
 from ringtrain.protocol import launchers
 from ringtrain.protocol.env import PLAN, has_left_rank
 from ringtrain.protocol.json_text import INVALID, parse_json
@@ -110,6 +111,21 @@ def difference(expected: PlannedPlacement, ranks: Iterable[RankPlacement]) -> st
         return ""
     lines = table(("rank", "planned", "found"), rows)
     return f"ranks are not where {expected.source} has them\n{lines}\n{_advice(expected, ranks)}"
+
+
+def refuse_others(
+    ranks: Sequence[RankPlacement], plans: Sequence[PlannedPlacement | None], versions: Sequence[str]
+) -> None:
+    """Raises PlacementError unless all ranks run where the launcher has planned them, with one version of ringtrain."""
+    known = [plan for plan in plans if plan is not None]
+    known.append(PlannedPlacement(len(ranks), source="the launcher"))
+    wrong = difference(next((plan for plan in known if plan.hosts), known[0]), ranks)
+    if wrong:
+        raise PlacementError(wrong)
+    if len(set(versions)) > 1:
+        rows = [(str(rank.rank), rank.host, version) for rank, version in zip(ranks, versions, strict=True)]
+        lines = table(("rank", "host", "ringtrain"), rows)
+        raise PlacementError(f"ranks run different versions of ringtrain: install the same everywhere\n{lines}")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

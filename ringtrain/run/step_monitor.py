@@ -16,7 +16,7 @@ def measure_phases(run: Run) -> None:
     """Begins to note when the phases of a step begin."""
     from ringtrain import hvd
 
-    if run.strategy.trains_here:
+    if run.strategy.trains_here and run.strategy.copies == 1:
         hvd.step_timing.PLACE.watch(run.job.model)
 
 

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -25,6 +25,7 @@ from ringtrain.derived import Numbers
 from ringtrain.errors import ConfigError, DeviceError
 from ringtrain.hvd.distributed import distribute
 from ringtrain.hvd.keras_patches import set_untracked
+from ringtrain.hvd.reduction import probe
 from ringtrain.run import devices
 from ringtrain.strategies import rows
 from ringtrain.strategies.base import StepsOf, Strategy
@@ -52,15 +53,15 @@ class SumReduction(threading.local):  # each copy's step is traced in a thread o
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
         return list(tf.distribute.get_replica_context().all_reduce(total, dense))
 
-    def trial(self, probe: Callable[[int], Callable[[Any], Any]]) -> NDArray[Any]:
+    def trial(self, optimizer: Any) -> NDArray[Any]:
         """Reduction test: each copy reduces its one-hot vector; returns one result per local copy."""
         number = self.strategy.num_replicas_in_sync
         with self.strategy.scope():
-            send = probe(number)
+            variable = probe(number)
 
         def on_each_copy() -> Any:
             own = tf.one_hot(tf.distribute.get_replica_context().replica_id_in_sync_group, number)
-            return send(scale_loss_for_distribution(own))
+            return optimizer.reduce([scale_loss_for_distribution(own)], [variable])[0]
 
         results = tf.function(lambda: self.strategy.run(on_each_copy), autograph=False)()
         return np.stack([one.numpy() for one in self.strategy.experimental_local_results(results)])

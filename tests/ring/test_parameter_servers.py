@@ -56,9 +56,7 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_all_workers_together_are_the_ring(ring: Path, tmp_path: Path) -> None:
     """On two servers, over restarts after the chief's and a server's death, and from the ring's checkpoint."""
     chaos = "rank=0 step=9 mode=sigkill, rank=1 step=20 mode=sigkill"
-    ended = launch(
-        tmp_path, "--strategy.name", "ps-sync", "--strategy.variables", "by-size", "--chaos", chaos, warm=False
-    )
+    ended = launch(tmp_path, "--strategy.name", "ps-sync", "--chaos", chaos, warm=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found, of_ring = summary(tmp_path), summary(ring)
     assert found["checksum"] == of_ring["checksum"]
@@ -69,9 +67,6 @@ def test_all_workers_together_are_the_ring(ring: Path, tmp_path: Path) -> None:
         assert checksums(tmp_path, step)["state.npz"] == checksums(ring, step)["state.npz"]
     told = found["strategy"]
     assert told["dropped"] == [0, 0] and told["ranks_talk_by"] == "mpi4py" and len(told["servers"]) == 2
-    # The largest weight is alone on its server, all others are on the other one.
-    largest = 64 * 2 * 2 * 1024 * 4
-    assert largest <= max(told["server_bytes"]) < 1.01 * largest and min(told["server_bytes"]) > 0.2 * largest
 
     cut_off(ring, tmp_path / "cut", 30)
     words = ["--strategy.name", "ps-sync"]
@@ -140,8 +135,6 @@ def test_updates_under_way_at_a_stop_are_no_steps_of_the_run(tmp_path: Path) -> 
     ended = launch(tmp_path, *words, roles=("--ps", 2, "-np", 5), slots=5)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert f"after step {stopped}," in ended.stdout and counted(tmp_path, steps) == steps
-    # In turns: on one server the two kernels and the number of updates, on the other the two biases and the rate.
-    assert summary(tmp_path)["strategy"]["server_bytes"] == [4 * (64 * 100 + 100 * 10) + 8, 4 * (100 + 10) + 4]
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:

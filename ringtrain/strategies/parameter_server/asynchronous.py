@@ -37,7 +37,7 @@ class Asynchronous(ParameterServers):
         self.step = tf.function(lambda where: self.strategy.run(self._on_a_worker, args=(where,)), autograph=False)
         return pinning
 
-    def trial(self, probe: Any) -> NDArray[Any]:
+    def trial(self, optimizer: Any) -> NDArray[Any]:
         """[[1]]: nothing is reduced, each worker's gradient is an update."""
         return np.ones((1, 1))
 

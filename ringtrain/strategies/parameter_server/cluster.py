@@ -19,11 +19,11 @@ from typing import Any
 
 import ringtrain
 from ringtrain.config import Config
-from ringtrain.errors import ConfigError, LaunchError, PlacementError
+from ringtrain.errors import ConfigError, LaunchError
 from ringtrain.monitor import fault_injection
 from ringtrain.protocol import mpi_world, transport
 from ringtrain.protocol.launchers import launched_rank
-from ringtrain.protocol.placement import RankPlacement, difference, expectation
+from ringtrain.protocol.placement import RankPlacement, expectation, refuse_others
 from ringtrain.run import consistency
 
 CONNECT_S = 3.0
@@ -165,13 +165,7 @@ def meet(config: Config, servers: int) -> RankGroup:
     placement = RankPlacement(comm.rank, comm.size, host, local_rank)
     of_ranks = comm.allgather((placement, expectation(os.environ), ringtrain.__version__))
     placements, plans, versions = zip(*of_ranks, strict=True)
-    plan = next((each for each in plans if each is not None and each.hosts), plans[0])
-    if plan is not None:
-        wrong = difference(plan, placements)
-        if wrong:
-            raise PlacementError(wrong)
-    if len(set(versions)) > 1:
-        raise PlacementError(f"ranks run ringtrain {', '.join(sorted(set(versions)))}: install the same everywhere")
+    refuse_others(placements, plans, versions)
     by_local_rank = sorted(range(comm.size), key=lambda rank: (placements[rank].local_rank, rank))
     server_ranks = sorted(by_local_rank[:servers])
     workers = tuple(rank for rank in range(comm.size) if rank not in server_ranks)

@@ -89,8 +89,6 @@ class ParameterServers(Strategy):
         cluster = tf.train.ClusterSpec(roles.cluster)
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, "", "chief", 0, rpc_layer="grpc")
         self.strategy = tf.distribute.ParameterServerStrategy(resolver)
-        self.load = [0] * len(roles.servers)
-        """bytes of variables, by server"""
         self.about |= {
             "servers": [f"rank {rank} on {roles.hosts[rank]}" for rank in roles.servers],
             "workers": [f"rank {rank} on {roles.hosts[rank]}: {ready[rank].pinning}" for rank in roles.workers],
@@ -117,32 +115,16 @@ class ParameterServers(Strategy):
         """Clause of the proof about the gradients."""
         raise NotImplementedError
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        with self.strategy.scope(), tf.variable_creator_scope(self._placed):
-            yield
-
-    def _placed(self, next_creator: Callable[..., Any], **options: Any) -> Any:
-        """Creates a variable on the next server or, with `by-size`, on the one with the fewest bytes."""
-        if "colocate_with" in options:  # optimizer slots are on the server of their weight
-            return next_creator(**options)
-        count, by_size = self.strategy.extended._variable_count, self.config.strategy.variables == "by-size"
-        if by_size:
-            place = min(range(len(self.load)), key=self.load.__getitem__)
-        else:
-            place = count % len(self.load)
-        self.strategy.extended._variable_count = place
-        variable = next_creator(**options)
-        self.strategy.extended._variable_count = count + 1
-        self.load[place] += variable.shape.num_elements() * variable.dtype.size
-        return variable
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        scope: contextlib.AbstractContextManager[Any] = self.strategy.scope()
+        return scope
 
     def distribute(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         untouched: Any = NoReduction(self.trial)
         distributed: keras.optimizers.Optimizer = distribute(optimizer, untouched, 1)
         return distributed
 
-    def trial(self, probe: Any) -> NDArray[Any]:
+    def trial(self, optimizer: Any) -> NDArray[Any]:
         """Reduction test: each worker sends its one-hot vector; returns the vectors that reach the optimizer."""
         raise NotImplementedError
 
@@ -152,7 +134,6 @@ class ParameterServers(Strategy):
         # Keras reads the counter and assigns it plus 1, which would count two concurrent updates as one.
         set_untracked(counter, assign_add=counter.value.assign_add)
         self.model = model
-        self.about["server_bytes"] = list(self.load)
         x, y, weights = keras.utils.unpack_x_y_sample_weight(train.rows(0, 1))
         outputs = model(keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype.name), x))
         self.of_row = y, outputs

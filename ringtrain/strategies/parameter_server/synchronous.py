@@ -36,7 +36,7 @@ class Synchronous(ParameterServers):
         self.compute = tf.function(self._on_a_worker, autograph=False)
         self.update = tf.function(self._together, autograph=False)
 
-    def trial(self, probe: Any) -> NDArray[Any]:
+    def trial(self, optimizer: Any) -> NDArray[Any]:
         vectors = []
         for worker in range(self.copies):
             with tf.device(f"/job:worker/task:{worker}"):
