@@ -96,7 +96,6 @@ NOT_TOGETHER: Mapping[str, tuple[str, ...]] = {
     "model.micro_batches": ("model.sync_batch_norm",),
     # These reduce all gradients by themselves, or need every step.
     "hvd.compression powersgd": ("hvd.groups", "hvd.op adasum", "train.precision mixed_float16"),
-    "hvd.compression bf16": ("hvd.groups", "hvd.op adasum"),
     "hvd.groups": ("hvd.deterministic", "hvd.op adasum"),
 }
 """Each with what it does not go together with. An option: it has another value than by default; a word after its name:

@@ -1,7 +1,6 @@
 """Compressions of gradients by name: what options and messages must know of each, without TensorFlow.
 
-hvd/reducers/ has the code, and hvd.Compression makes one from its name. To add one: a row here, a module there, and a
-method of hvd.Compression with the row's name.
+hvd.Compression makes one from its name.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ def _low_rank_bytes(shape: Sequence[int], rank: int) -> float:
 COMPRESSIONS = {
     "none": Compression(lambda shape, _: 4 * math.prod(shape)),
     "fp16": Compression(lambda shape, _: 2 * math.prod(shape)),
-    "bf16": Compression(lambda shape, _: 2 * math.prod(shape)),
     "powersgd": Compression(_low_rank_bytes, has_number=True),
 }
 
@@ -54,7 +52,7 @@ EXAMPLES = ", ".join(f"{name}:1, {name}:2, ..." if kind.has_number else name for
 
 
 def kind_of(name: str) -> Compression:
-    """Properties of the compression that an option names: none, fp16, bf16, powersgd:4, ..."""
+    """Properties of the compression that an option names: none, fp16, powersgd:4, ..."""
     return COMPRESSIONS[name.partition(":")[0]]
 
 

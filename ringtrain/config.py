@@ -264,7 +264,7 @@ class HvdConfig:
     op: Literal["average", "adasum"] = "average"
     """average of the ranks' gradients, or Adasum (arXiv 2006.02924)"""
     compression: Annotated[str, rule.COMPRESSION] = "none"
-    """for slow networks: fp16, bf16 (16 bits per number), or powersgd:4 (matrices of rank 4)"""
+    """for slow networks: fp16 (16 bits per number), or powersgd:4 (matrices of rank 4)"""
     groups: Annotated[int, AT_LEAST_0] = 0
     """number of groups of gradients, each sent when complete; 0: send each gradient when it is ready"""
     deterministic: bool = False

@@ -11,9 +11,8 @@ collectives:    init, shutdown, and Horovod's collectives for Keras variables
 optimizer:      distributed optimizers and gradient tapes, load_model
 distributed:    subclass that makes an optimizer reduce its gradients
 reduction:      reduction of gradients over the ranks
-reducer:        the seam for other ways to reduce dense gradients
 compression:    compressions of gradients by name
-reducers:       low rank, bfloat16: a module each
+powersgd:       low-rank gradients, in place of an allreduce of each
 train_step:     the layers around a model's training step, in one order
 keras_patches:  patches of private Keras API (loss scale, XLA), and a check for Horovod's own wrapper
 callbacks:      broadcast, metric average, learning rate, best model, sync check

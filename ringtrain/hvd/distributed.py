@@ -16,7 +16,7 @@ import tensorflow as tf
 from ringtrain.errors import OutOfSync
 from ringtrain.hvd.collectives import allreduce
 from ringtrain.hvd.keras_patches import distributed, innermost, make_plain, reduction_of, saved_as_its_base, set_class
-from ringtrain.hvd.reducer import Reducer
+from ringtrain.hvd.powersgd import LowRank
 from ringtrain.hvd.reduction import Reduction, weighed
 from ringtrain.hvd.step_timing import PLACE
 
@@ -120,7 +120,7 @@ class _Reducing(keras.optimizers.Optimizer):
     """attributes that are set on the optimizer itself"""
 
     @property
-    def reducer(self) -> Reducer | None:
+    def reducer(self) -> LowRank | None:
         return getattr(self.reduction, "reducer", None)
 
     @property
@@ -186,7 +186,7 @@ class _Reducing(keras.optimizers.Optimizer):
 
     def refuse_loss_scale(self) -> None:
         """Raises ValueError if a step cannot be skipped or scaled."""
-        if self.reducer and self.reducer.has_state:
+        if self.reducer:
             what = self.reduction.compression
             raise ValueError(f"{what} does not work with a LossScaleOptimizer (mixed_float16): use mixed_bfloat16")
 

@@ -58,7 +58,7 @@ def DistributedOptimizer(
         name: Prefix of the operation names. None: "Distributed" and the class name.
         device_dense, device_sparse: Device on which dense and sparse gradients are reduced. "": TensorFlow decides.
         compression: One of `Compression`. `fp16` divides by the number of ranks (or by `gradient_predivide_factor`, if
-            given) before the sum; `bf16` and `powersgd(rank)` are additions of ringtrain.
+            given) before the sum; `powersgd(rank)` is an addition of ringtrain.
         sparse_as_dense: Convert `IndexedSlices` to dense tensors before the reduction. False: gather them.
         gradient_predivide_factor: With Average, divide by this factor before the sum, and by size / factor after it.
         op: Average, Sum or Adasum (over MPI, with a power of two of ranks).
@@ -104,9 +104,8 @@ def DistributedOptimizer(
         deterministic=deterministic,
         merge_rows=merge_rows,
     )
-    has_state = reduction.reducer and reduction.reducer.has_state
-    if has_state and isinstance(innermost(optimizer), keras.optimizers.MultiOptimizer):
-        raise ValueError(f"compression {compression} does not work with MultiOptimizer: use fp16 or bf16")
+    if reduction.reducer and isinstance(innermost(optimizer), keras.optimizers.MultiOptimizer):
+        raise ValueError(f"compression {compression} does not work with MultiOptimizer: use fp16")
     teach_keras()
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return distribute(optimizer, reduction, backward_passes_per_step)

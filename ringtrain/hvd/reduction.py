@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from ringtrain.hvd.backend import Adasum, Average, Compression, Min, ProcessSet, Sum, horovod
 from ringtrain.hvd.collectives import refuse_xla, tensor_of, unique_in_graph
 from ringtrain.hvd.placement import CPU
+from ringtrain.hvd.powersgd import LowRank, PowerSGD
 from ringtrain.hvd.process import elastic
-from ringtrain.hvd.reducer import Compressor, Reducer
 
 OP_WORDS = {Average: "averaged", Sum: "summed", Adasum: "combined by Adasum"}
 
@@ -37,7 +37,7 @@ class Reduction:
     accumulated_scale: float = 1.0  # of the result: Keras averages over micro-steps, `backward_passes_per_step` sums
     deterministic: bool = False
     merge_rows: bool = False  # add up the rows of a sparse gradient before the update
-    reducer: Reducer | None = field(init=False, default=None)  # replaces the allreduce of dense gradients
+    reducer: LowRank | None = field(init=False, default=None)  # replaces the allreduce of dense gradients
     share: Any = None  # multiplies this rank's gradients, in `_Reducing.weighted`
     _graphs: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -52,9 +52,9 @@ class Reduction:
             raise ValueError("op=hvd.Adasum combines tensor by tensor: leave groups and num_groups out")
         if self.deterministic and self.groups is not None:
             raise ValueError("deterministic=True reduces all gradients as one: leave groups and num_groups out")
-        if isinstance(self.compression, Compressor):
+        if isinstance(self.compression, PowerSGD):
             self.compression.check(self)
-            self.reducer = self.compression.reducer()
+            self.reducer = LowRank(self.compression)
         if self.op == Adasum and horovod.is_initialized() and not horovod.mpi_enabled():
             raise ValueError("op=hvd.Adasum needs MPI, this run is over Gloo: use mpirun or horovodrun --mpi")
 
@@ -288,15 +288,6 @@ class Reduction:
 def probe(length: int) -> keras.Variable:
     """Variable whose gradient a trial reduces."""
     return keras.Variable(np.zeros(length), dtype="float32", name="probe")
-
-
-def require_one_vector(reduction: Reduction, ops: Sequence[Any]) -> None:
-    """Raises ValueError unless gradients may be sent as one vector, combined by one of some operations."""
-    name = reduction.compression
-    if reduction.op not in ops:
-        raise ValueError(f"compression {name}: got op {OP_WORDS[reduction.op]}, expected hvd.Average")
-    if reduction.groups is not None:
-        raise ValueError(f"compression {name} does not send gradients in groups: leave groups out")
 
 
 def averaged_by_adasum(device: str, gpus: Sequence[Any], nccl: bool, local_size: int) -> int:

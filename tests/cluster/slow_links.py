@@ -32,7 +32,6 @@ LOW = "--hvd.compression"
 WAYS: dict[str, list[str]] = {
     "ring": [],
     "fp16": [LOW, "fp16"],
-    "bf16": [LOW, "bf16"],
     "powersgd:1": [LOW, "powersgd:1"],
     "powersgd:4": [LOW, "powersgd:4"],
     "one host": [],

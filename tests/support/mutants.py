@@ -118,16 +118,16 @@ MUTANTS = (
     ),
     # Fewer bytes
     Mutant(
-        *("what a step leaves out is forgotten", "hvd/reducers/powersgd.py"),
+        *("what a step leaves out is forgotten", "hvd/powersgd.py"),
         *("matrix.error.assign(tf.reshape(gradients[index] - result, matrix.error.shape))", "pass"),
         _property("slow_links.what_is_left_out_comes_later"),
     ),
     Mutant(
-        *("matrices that are not orthonormal", "hvd/reducers/powersgd.py", "tf.linalg.qr(mean)[0]", "mean"),
+        *("matrices that are not orthonormal", "hvd/powersgd.py", "tf.linalg.qr(mean)[0]", "mean"),
         _property("slow_links.full_rank_equals_the_ring"),
     ),
     Mutant(
-        *("columns of zeros that stay zero", "hvd/reducers/powersgd.py"),
+        *("columns of zeros that stay zero", "hvd/powersgd.py"),
         *("tf.where(is_zero, matrix.right.value, right)", "right"),
         _property("slow_links.a_gradient_of_zeros_does_not_stop_the_iteration"),
     ),

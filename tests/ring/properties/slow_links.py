@@ -65,27 +65,6 @@ def what_is_left_out_comes_later():
     assert np.abs(left - variable.numpy() - total).max() < 1e-4
 
 
-def bfloat16_is_rounded_twice():
-    """Sums of numbers that bfloat16 has are exact, over any number of ranks; others are near, and equal everywhere."""
-    length = 1001  # no multiple of the ranks
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=hvd.Compression.bf16)
-    exact, near = (keras.Variable(np.zeros(length, "float32"), name=name) for name in ("exact", "near"))
-    optimizer.build([exact, near])
-    numbers = np.random.default_rng(hvd.rank()).normal(size=length).astype("float32")
-    powers = np.full(length, 2.0 ** hvd.rank() * hvd.size(), np.float32)
-    optimizer.apply([tf.constant(powers), tf.constant(1e30 * numbers)], [exact, near])
-    assert (exact.numpy() == -sum(2.0**rank for rank in range(hvd.size()))).all(), exact.numpy()[:3]
-    mean = hvd.allreduce(np.float64(1e30) * numbers, name="mean").numpy()
-    assert np.abs(near.numpy() + mean).max() < 2**-6 * np.abs(numbers).max() * 1e30
-    assert (near.numpy() != -mean.astype("float32")).any()
-    assert small.spread_of(near) == 0
-    half = keras.Variable(np.zeros(3, "float16"), name="half")
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=hvd.Compression.bf16)
-    optimizer.build([half])
-    optimizer.apply([tf.ones(3, tf.float16)], [half])
-    assert (half.numpy() == -1).all(), half
-
-
 def a_gradient_of_zeros_does_not_stop_the_iteration():
     """A step whose gradient is zero leaves no direction; later ones must still be sent, also of other rows."""
     random = np.random.default_rng(0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -23,12 +23,13 @@ from ringtrain.compressions import low_rank
 from ringtrain.hvd.backend import Average
 from ringtrain.hvd.collectives import tensor_of
 from ringtrain.hvd.process import elastic
-from ringtrain.hvd.reducer import Compressor, Reducer
-from ringtrain.hvd.reduction import Reduction, require_one_vector
+
+if TYPE_CHECKING:
+    from ringtrain.hvd.reduction import Reduction
 
 
 @dataclass(frozen=True)
-class PowerSGD(Compressor):
+class PowerSGD:
     """Compression by matrices of low rank: `hvd.Compression.powersgd(4)`.
 
     Args:
@@ -47,12 +48,17 @@ class PowerSGD(Compressor):
             raise ValueError(f"powersgd: got rank {self.rank}, expected at least 1")
 
     def check(self, reduction: Reduction) -> None:
-        require_one_vector(reduction, (Average,))
+        """Raises ValueError for arguments of `DistributedOptimizer` that do not go with it."""
+        if reduction.op != Average:
+            raise ValueError(f"compression {self}: got another op, expected hvd.Average")
+        if reduction.groups is not None:
+            raise ValueError(f"compression {self} does not send gradients in groups: leave groups out")
         if elastic():
             raise ValueError(f"compression {self}: a lost rank would take what it has not sent along: not with elastic")
 
-    def reducer(self) -> LowRank:
-        return LowRank(self)
+    def compress(self, tensor: Any) -> Any:
+        """Refuses Horovod's own calls, whose compressions cast each number."""
+        raise ValueError(f"{self} is a compression for hvd.DistributedOptimizer only: use none or fp16 here")
 
     def matrix_of(self, shape: Sequence[int]) -> tuple[int, int] | None:
         """Rows and columns of a gradient of this shape; None: it is sent whole."""
@@ -70,17 +76,15 @@ class Matrix:
     """Q of the last step, [columns, rank], equal on all ranks"""
 
 
-class LowRank(Reducer):
-    """State of PowerSGD for the variables of one optimizer, which holds it."""
-
-    has_state = True
+class LowRank:
+    """Reduces the dense gradients of one optimizer, in place of an allreduce of each, and has its own state."""
 
     def __init__(self, settings: PowerSGD) -> None:
         self.settings = settings
         self._matrices: dict[int, Matrix] = {}
 
     def build(self, variables: Sequence[Any]) -> list[keras.Variable]:
-        """Makes the state of the compressed ones of an optimizer's variables, and returns it."""
+        """Makes the state for an optimizer's variables, which `slots_of` finds."""
         added = []
         for index, variable in enumerate(variables):
             shape = self.settings.matrix_of(variable.shape)
@@ -103,7 +107,16 @@ class LowRank(Reducer):
     def reduce(
         self, reduction: Reduction, tensors: list[tf.Tensor], variables: Sequence[Any], name: str
     ) -> list[tf.Tensor]:
-        """Means of the gradients, of compressed ones up to the error that is kept."""
+        """Means of the gradients, of compressed ones up to the error that is kept. Collective, in a graph.
+
+        Args:
+            reduction: Of the optimizer. `reduction.allreduce` is Horovod's for gradients, `means` that for other
+                tensors.
+            tensors: This rank's gradients; shapes and dtypes stay.
+            variables: Whose gradients they are, of Keras or TensorFlow. Those of a check are none that `build` has
+                seen: their gradients are combined exactly.
+            name: Prefix of the operations' names, which are equal on all ranks.
+        """
         matrices: dict[int, Matrix] = {}  # by the index of a tensor
         for index, variable in enumerate(variables):
             matrix = self._matrices.get(id(tensor_of(variable)))
