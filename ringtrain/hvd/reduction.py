@@ -290,12 +290,6 @@ def probe(length: int) -> keras.Variable:
     return keras.Variable(np.zeros(length), dtype="float32", name="probe")
 
 
-def averaged_by_adasum(device: str, gpus: Sequence[Any], nccl: bool, local_size: int) -> int:
-    """Number of ranks over which Horovod averages before Adasum: those of a host on GPUs with NCCL, else 1."""
-    # From Horovod's source; not run here, since it needs GPUs.
-    return local_size if gpus and nccl and "cpu" not in device.lower() else 1
-
-
 def widened(tensor: tf.Tensor) -> tf.Tensor:
     """The tensor; in float32, if it is bfloat16."""
     # Horovod's allreduce does not support bfloat16; float32 represents all its values.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,8 +72,8 @@ def split(
 
     Args:
         model: Built functional or sequential model, not compiled yet.
-        layers: Number of stages. Where to cut is chosen such that the largest stage has as few bytes as possible:
-            those of weights, gradients and two slots, and of the outputs of 32 rows.
+        layers: Number of stages, which are cut where they have most nearly as many bytes: those of weights, gradients
+            and two slots, and of the outputs of 32 rows.
         micro_batches: Number of parts of each batch; a batch must have at least as many rows.
         columns: Number of parts of each Dense, Conv and Embedding layer, in place of stages: output columns, or the
             input rows that belong to the columns of the layer before. Outputs are joined or added up, so weights are
@@ -132,7 +133,7 @@ def own_devices(number: int) -> list[str]:
 
 
 def stages_of(model: keras.Model, number: int, devices: Sequence[str]) -> list[Stage]:
-    """Stages of a functional model, cut so that the largest is small."""
+    """Stages of a functional model, of similar size."""
     nodes = nodes_of(model)
     cuts = places_to_cut(nodes, model.outputs)
     if len(cuts) < number - 1:
@@ -181,24 +182,16 @@ def _row_bytes(node: Any) -> int:
 
 
 def balanced(costs: Sequence[int], cuts: Sequence[int], number: int) -> list[int]:
-    """The number - 1 cuts with the least largest sum of costs between them; the first of equal ones."""
-    until = [0]
-    for cost in costs:
-        until.append(until[-1] + cost)
-    # By the last cut: the largest stage before it, and the cuts.
-    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
-    for _ in range(number - 1):
-        longer: dict[int, tuple[int, list[int]]] = {}
-        for cut in cuts:
-            ways = []
-            for last, (largest, before) in best.items():
-                if last < cut:
-                    ways.append((max(largest, until[cut] - until[last]), [*before, cut]))
-            if ways:
-                longer[cut] = min(ways)
-        best = longer
-    whole = [(max(largest, until[-1] - until[last]), before) for last, (largest, before) in best.items()]
-    return min(whole)[1]
+    """The number - 1 cuts that are nearest to equal sums of costs between them."""
+    until = [0, *itertools.accumulate(costs)]
+    chosen: list[int] = []
+    for stage in range(1, number):
+        ideal = until[-1] * stage / number
+        # Cuts after the last one that is chosen, but for those that the following stages need.
+        left = [cut for cut in cuts if cut > max(chosen, default=0)]
+        left = left[: len(left) - (number - 1 - stage)]
+        chosen.append(min(left, key=lambda cut: abs(until[cut] - ideal)))
+    return chosen
 
 
 def move(variable: keras.Variable, device: str) -> None:
