@@ -51,7 +51,6 @@ _NOT_IN_TENSORFLOW = (
     "hvd.deterministic",
     "optimizer.accumulation_steps",
     "model.sync_batch_norm",
-    "train.jit",
     "train.precision mixed_float16",
     "model.split",
     "model.micro_batches",
@@ -81,7 +80,6 @@ NOT_TOGETHER: Mapping[str, tuple[str, ...]] = {
         "hvd.compression",
         "hvd.groups",
         "data.name spark",
-        "train.jit",
         "model.split",
         "model.micro_batches",
         "model.sync_batch_norm",
@@ -90,8 +88,6 @@ NOT_TOGETHER: Mapping[str, tuple[str, ...]] = {
         SPECTRAL,
         SYNCHRONIZED,
     ),
-    # XLA has no kernel for an allreduce in the forward pass, nor for stages on several devices.
-    "train.jit": ("model.sync_batch_norm", "model.split", "model.micro_batches"),
     "model.split": ("model.sync_batch_norm", "hvd.compression powersgd"),
     "model.micro_batches": ("model.sync_batch_norm",),
     # These reduce all gradients by themselves, or need every step.
