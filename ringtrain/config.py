@@ -247,8 +247,6 @@ class StrategyConfig:
         str, rule.DEVICE, needs("strategy.name", "towers"), needs("strategy.reduction", "one-device")
     ] = "cpu:0"
     """device that sums gradients of towers: cpu:0, gpu:0, gpu:1, ..."""
-    communication: Annotated[Literal["auto", "ring", "nccl"], needs("strategy.name", "multi-worker")] = "auto"
-    """collectives of multi-worker: TensorFlow's ring, NCCL between GPUs, or TensorFlow's choice"""
     servers: Annotated[int, AT_LEAST_1, needs("strategy.name", "ps-async", "ps-sync")] = 1
     """number of ranks that are parameter servers, the first also the coordinator; also ringtrain launch --ps"""
     backup_workers: Annotated[int, AT_LEAST_0, needs("strategy.name", "ps-sync")] = 0

@@ -153,9 +153,7 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
     hvd.elastic.listen()
     hvd.init()
     stages.done("init")
-    # Counts of an earlier run of this process end here. Adasum depends on Horovod's build and the number of ranks.
-    hvd.step_timing.PLACE.reset()
-    hvd.check_op(config.hvd)
+    hvd.step_timing.PLACE.reset()  # counts of an earlier run of this process end here
     # Before TensorFlow uses a device: it would allocate memory on the host's first GPU for every rank.
     strategy = strategies.make(config, group)
     pinning = source.pin(strategy)

@@ -62,7 +62,6 @@ from ringtrain.hvd.backend import (
     broadcast_global_variables,
     ccl_built,
     check_num_rank_power_of_2,
-    check_op,
     configure,
     cross_rank,
     cross_size,

@@ -77,10 +77,12 @@ def configure(options: HvdConfig, environ: MutableMapping[str, str] | None = Non
     environ["HOROVOD_FUSION_THRESHOLD"] = "0"
 
 
-def check_op(options: HvdConfig) -> None:
-    """Raises ConfigError, on every rank, for Adasum without MPI or with a size that is no power of two."""
-    size = horovod.size()
-    if options.op == "adasum" and size & (size - 1):
-        raise ConfigError(f"hvd.op: adasum needs a number of ranks that is a power of two, this run has {size}")
-    if options.op == "adasum" and size > 1 and not horovod.mpi_enabled():
-        raise ConfigError("hvd.op: adasum needs MPI, this run is over Gloo: use mpirun or horovodrun --mpi")
+def check_adasum(process_set: Any) -> None:
+    """Raises ValueError for ranks between which Horovod has no Adasum, of which some would make MPI abort."""
+    if not WITH_HOROVOD or not horovod.is_initialized():
+        return
+    size = process_set.size()
+    if size > 1 and not horovod.mpi_enabled():
+        raise ValueError("op=hvd.Adasum needs MPI, this run is over Gloo: use mpirun or horovodrun --mpi")
+    if size & (size - 1) and not horovod.nccl_built():
+        raise ValueError(f"op=hvd.Adasum needs a number of ranks that is a power of two, not {size}")

@@ -21,7 +21,16 @@ from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from ringtrain.errors import LaunchError, OutOfSync, RingtrainError
-from ringtrain.hvd.backend import WITH_HOROVOD, Adasum, Average, Compression, ProcessSet, global_process_set, horovod
+from ringtrain.hvd.backend import (
+    WITH_HOROVOD,
+    Adasum,
+    Average,
+    Compression,
+    ProcessSet,
+    check_adasum,
+    global_process_set,
+    horovod,
+)
 from ringtrain.hvd.keras_patches import teach_keras
 from ringtrain.hvd.placement import CPU, check_local_placement
 from ringtrain.hvd.process import PROCESS, elastic, open_sockets
@@ -184,7 +193,7 @@ def allreduce(
         Tensor of the shape and dtype of `value`.
 
     Raises:
-        NotImplementedError: Adasum over a number of ranks that is no power of two.
+        ValueError: Adasum over Gloo, or over a number of ranks that is no power of two.
         TypeError: Arguments are in the order of `horovod.tensorflow.allreduce`, where `average` is the second.
     """
     if isinstance(name, bool) or isinstance(average, str):
@@ -193,7 +202,7 @@ def allreduce(
             "horovod.tensorflow.keras, and not average, as in horovod.tensorflow: write op=hvd.Sum or op=hvd.Average"
         )
     if op == Adasum:
-        _check_adasum(process_set)
+        check_adasum(process_set)
     device_dense = device_dense or device_of(value)
     with tf.device(device_dense):
         tensor = _sent(value)
@@ -212,17 +221,10 @@ def allreduce(
     )
 
 
-def _check_adasum(process_set: ProcessSet) -> None:
-    """Raises NotImplementedError for a number of ranks with which Horovod's Adasum on CPUs makes MPI abort."""
-    size = process_set.size()
-    if WITH_HOROVOD and size & (size - 1) and not horovod.nccl_built():
-        raise NotImplementedError(f"hvd.allreduce: Adasum needs a number of ranks that is a power of two, not {size}")
-
-
 def grouped_allreduce(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
     """Reduces several dense tensors as one unit; other arguments as in `horovod.tensorflow.grouped_allreduce`."""
     if kwargs.get("op") == Adasum:
-        _check_adasum(kwargs.get("process_set", global_process_set))
+        check_adasum(kwargs.get("process_set", global_process_set))
     return horovod.grouped_allreduce([_sent(value) for value in tensors], *args, **kwargs)
 
 

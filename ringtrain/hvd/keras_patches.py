@@ -7,6 +7,7 @@ same unless the optimizer is distributed or, for the choice of XLA, there are se
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,15 +24,14 @@ WEIGHTS = ("_trainable_variables", "_updated_variables", "_self_")
 """how the names of an optimizer's attributes begin that hold what it updates: the last ones are TensorFlow's copies"""
 
 
+@functools.cache
 def teach_keras() -> None:
     """Replaces the four functions, once."""
-    if not hasattr(trainer.model_supports_jit, "before_ringtrain"):
-        trainer.model_supports_jit = _reducing_without_jit(trainer.model_supports_jit)
-        trainer.Trainer._resolve_auto_jit_compile = _no_jit_by_itself(trainer.Trainer._resolve_auto_jit_compile)
+    trainer.model_supports_jit = _reducing_without_jit(trainer.model_supports_jit)
+    trainer.Trainer._resolve_auto_jit_compile = _no_jit_by_itself(trainer.Trainer._resolve_auto_jit_compile)
     optimizer_class = keras.optimizers.LossScaleOptimizer
-    if not hasattr(optimizer_class.check_finite, "before_ringtrain"):
-        optimizer_class.check_finite = _finite_on_all_ranks(optimizer_class.check_finite)
-        optimizer_class.apply = _reducing_first(optimizer_class.apply)
+    optimizer_class.check_finite = _finite_on_all_ranks(optimizer_class.check_finite)
+    optimizer_class.apply = _reducing_first(optimizer_class.apply)
 
 
 def ranks_reduce() -> bool:
@@ -47,7 +47,6 @@ def _reducing_without_jit(model_supports_jit: Any) -> Any:
         reduces = ranks_reduce() and any(map(distributed, optimizers))
         return not reduces and model_supports_jit(model)
 
-    supports_jit.before_ringtrain = model_supports_jit  # type: ignore[attr-defined]
     return supports_jit
 
 
@@ -57,20 +56,19 @@ def _no_jit_by_itself(resolve_auto: Any) -> Any:
     def without_jit(self: Any) -> bool:
         return not ranks_reduce() and bool(resolve_auto(self))
 
-    without_jit.before_ringtrain = resolve_auto  # type: ignore[attr-defined]
     return without_jit
 
 
 def _finite_on_all_ranks(check_finite: Any) -> Any:
     """Skips a step with overflowing gradients on all ranks: else the other ranks would wait in their allreduce."""
 
+    @functools.wraps(check_finite)
     def finite_everywhere(self: Any, grads: Any) -> Any:
         finite = check_finite(self, grads)
         if distributed(self):
             return innermost(self).agree_on_finite(finite)
         return finite
 
-    finite_everywhere.before_ringtrain = check_finite  # type: ignore[attr-defined]
     return finite_everywhere
 
 

@@ -9,7 +9,7 @@ join, timelines, ...) raise MissingDependency when called.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -170,11 +170,6 @@ def allreduce(
         return allreduce(upstream, op=op, prescale_factor=prescale_factor, postscale_factor=postscale_factor)
 
     return _by_numpy(reduce, tensor, tensor.shape, gradient)
-
-
-def grouped_allreduce(tensors: Sequence[Any], *args: Any, **options: Any) -> list[Any]:
-    """Reduces several tensors, one after the other."""
-    return [allreduce(tensor, *args, **options) for tensor in tensors]
 
 
 def allgather(tensor: Any, name: str | None = None, **options: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from ringtrain.hvd.backend import Adasum, Average, Compression, Min, ProcessSet, Sum, horovod
+from ringtrain.hvd.backend import Adasum, Average, Compression, Min, ProcessSet, Sum, check_adasum, horovod
 from ringtrain.hvd.collectives import refuse_xla, tensor_of, unique_in_graph
 from ringtrain.hvd.placement import CPU
 from ringtrain.hvd.powersgd import LowRank, PowerSGD
@@ -55,8 +55,8 @@ class Reduction:
         if isinstance(self.compression, PowerSGD):
             self.compression.check(self)
             self.reducer = LowRank(self.compression)
-        if self.op == Adasum and horovod.is_initialized() and not horovod.mpi_enabled():
-            raise ValueError("op=hvd.Adasum needs MPI, this run is over Gloo: use mpirun or horovodrun --mpi")
+        if self.op == Adasum:
+            check_adasum(self.process_set)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[bool]) -> list[Any]:
         """Reduces gradients (tensors or `IndexedSlices`, not None) except `local` ones; shapes and dtypes stay."""

@@ -26,12 +26,6 @@ if TYPE_CHECKING:
     from ringtrain.strategies.base import Strategy
     from ringtrain.strategies.parameter_server.cluster import RankGroup
 
-HOROVOD_VARIABLES = {
-    "HOROVOD_ELASTIC": "ranks that join and leave",
-    "HOROVOD_TIMELINE": "a timeline",
-    "HOROVOD_AUTOTUNE": "autotuning",
-}
-
 
 @dataclass(frozen=True)
 class Kind:
@@ -66,17 +60,13 @@ STRATEGIES = {
 
 
 def prepare(config: Config, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Selects the collectives, before ringtrain.hvd is loaded; raises ConfigError for what only Horovod has."""
-    name = config.strategy.name
-    kind = STRATEGIES[name]
+    """Selects the collectives, before ringtrain.hvd is loaded; raises ConfigError for servers that do not fit."""
     num_servers(config, environ)
-    if not kind.collectives:
+    collectives = STRATEGIES[config.strategy.name].collectives
+    if collectives:
+        environ[COLLECTIVES] = collectives
+    else:
         environ.pop(COLLECTIVES, None)
-        return
-    for variable, what in HOROVOD_VARIABLES.items():
-        if environ.get(variable, "0") not in ("", "0"):
-            raise ConfigError(f"strategy.name: {name} has no {what} ({variable}): leave it out, or train with ring")
-    environ[COLLECTIVES] = kind.collectives
 
 
 def num_servers(config: Config, environ: Mapping[str, str] = os.environ) -> int:

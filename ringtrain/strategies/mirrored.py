@@ -172,14 +172,9 @@ class MultiWorker(Mirrored):
 
     def begin(self) -> devices.Pinning:
         pinning = super().begin()
-        named = self.config.strategy.communication
-        if named == "nccl" and pinning.gpu is None:
-            raise DeviceError("strategy.communication: got nccl, this run has no GPU: expected ring or auto")
         task = {"type": "worker", "index": hvd.rank()}
         places = cluster.addresses(hvd.rank(), hvd.allgather_object)
         self.about["workers"] = [place for (place,) in places]
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": self.about["workers"]}, "task": task})
-        over = tf.distribute.experimental.CommunicationImplementation[named.upper()]
-        options = tf.distribute.experimental.CommunicationOptions(implementation=over)
-        self.strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        self.strategy = tf.distribute.MultiWorkerMirroredStrategy()
         return pinning

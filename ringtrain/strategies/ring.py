@@ -56,7 +56,7 @@ class Ring(Strategy):
                 merge_rows=options.merge_rows,
             )
         except ValueError as error:
-            if not str(error).startswith("compression"):
+            if not str(error).startswith(("compression", "op=")):
                 raise
             raise ConfigError(str(error)) from error
 

@@ -22,28 +22,9 @@ from keras.src.layers.convolutional.base_conv import BaseConv
 from ringtrain.hvd.keras_patches import innermost, path_of, set_untracked
 
 ELEMENTWISE = {
-    getattr(keras.activations, name)
-    for name in (
-        "linear",
-        "relu",
-        "relu6",
-        "leaky_relu",
-        "elu",
-        "selu",
-        "gelu",
-        "silu",
-        "mish",
-        "exponential",
-        "sigmoid",
-        "hard_sigmoid",
-        "hard_silu",
-        "tanh",
-        "softplus",
-        "softsign",
-        "hard_tanh",
-        "celu",
-    )
+    getattr(keras.activations, name) for name in ("linear", "relu", "gelu", "silu", "elu", "selu", "sigmoid", "tanh")
 }
+"""activations that the parts apply; others see the whole output"""
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "Nadam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Ftrl", "Lion")
 """those that update each number of a weight by itself"""
 PART = re.compile(r"_(columns|rows)\d+of\d+(?=[/_])")

@@ -57,12 +57,11 @@ def split(
     layers: int = 1,
     micro_batches: int = 1,
     columns: int = 1,
-    devices: Sequence[str] = (),
 ) -> list[Stage]:
     """Splits a model over several devices, in place: into consecutive stages, or its layers into parts.
 
-    The weights move to the devices; `fit`, `evaluate` and `predict` run there. A step cuts its batch into
-    micro-batches, so that stages work at the same time, and makes one update with the mean of their gradients, as
+    The devices are the GPUs of this process, or its logical CPUs. The weights move to them; `fit`, `evaluate` and
+    `predict` run there. A step cuts its batch into micro-batches, so that stages work at the same time, and makes one update with the mean of their gradients, as
     `gradient_accumulation_steps` does. Weights are those of the unsplit model with the same micro-batches, bit for
     bit. Batch normalization takes the statistics of a micro-batch.
 
@@ -80,7 +79,6 @@ def split(
             equal to those of the unsplit model but for rounding. `hvd.whole_variables(model.weights)` shows them as
             the unsplit model has them, as checkpoints and `model.save` do. Optimizers must update each value of a
             weight by itself, as SGD, Adam, AdamW, RMSprop and Lion do.
-        devices: Devices of the stages. Default: the logical GPUs of this process, else its logical CPUs.
 
     Returns:
         The stages.
@@ -92,7 +90,7 @@ def split(
     functional = _functional_of(model)
     if columns > 1 and layers > 1:
         raise ValueError("split: got layers and columns: choose one")
-    devices = devices or own_devices(max(layers, columns))
+    devices = own_devices(max(layers, columns))
     parts = stages_of(functional, layers, devices[:layers])
     for stage in parts:
         for variable in stage.model.variables:

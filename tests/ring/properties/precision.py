@@ -38,7 +38,7 @@ def with_accumulation_and_fp16_compression():
 def only_one_rank_overflows():
     """The negative control of this file: decided rank by rank, as Keras does it, the ranks would part."""
     teach_keras()
-    decided_alone = keras.optimizers.LossScaleOptimizer.check_finite.before_ringtrain
+    decided_alone = keras.optimizers.LossScaleOptimizer.check_finite.__wrapped__
     gradients = [tf.constant([np.inf if hvd.rank() == 1 else 1.0])]
     decisions = hvd.allgather_object(bool(decided_alone(keras.optimizers.LossScaleOptimizer(_sgd()), gradients)))
     assert decisions == [rank != 1 for rank in range(hvd.size())]
