@@ -61,9 +61,9 @@ def split(
     """Splits a model over several devices, in place: into consecutive stages, or its layers into parts.
 
     The devices are the GPUs of this process, or its logical CPUs. The weights move to them; `fit`, `evaluate` and
-    `predict` run there. A step cuts its batch into micro-batches, so that stages work at the same time, and makes one update with the mean of their gradients, as
-    `gradient_accumulation_steps` does. Weights are those of the unsplit model with the same micro-batches, bit for
-    bit. Batch normalization takes the statistics of a micro-batch.
+    `predict` run there. A step cuts its batch into micro-batches, so that stages work at the same time, and makes one
+    update with the mean of their gradients, as `gradient_accumulation_steps` does. Weights are those of the unsplit
+    model with the same micro-batches, bit for bit. Batch normalization takes the statistics of a micro-batch.
 
         model = build()                         # under tf.device("CPU"), if no device can hold it
         hvd.split(model, layers=2, micro_batches=4)
