@@ -43,7 +43,6 @@ _HOROVOD = (
     "hvd.op",
     "hvd.compression",
     "hvd.groups",
-    "hvd.merge_rows",
     "train.virtual_ranks",
 )
 _NOT_IN_TENSORFLOW = (

@@ -265,8 +265,6 @@ class HvdConfig:
     """number of groups of gradients, each sent when complete; 0: send each gradient when it is ready"""
     deterministic: bool = False
     """sum gradients in the same order in every step and run, also with more than two ranks; slower"""
-    merge_rows: bool = False
-    """add up the gradients of an embedding's row that occurs several times before the update; off: as Keras does"""
 
 
 @dataclass(frozen=True)

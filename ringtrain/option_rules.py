@@ -8,7 +8,6 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from ringtrain import compressions
 from ringtrain.errors import ConfigError
 from ringtrain.options import Rule
 
@@ -37,7 +36,10 @@ SPLIT = Rule(
     "layers:2, columns:2, ...",
     lambda value: re.fullmatch("|(layers|columns):([2-9]|[1-9][0-9]+)", value) is not None,
 )
-COMPRESSION = Rule(compressions.EXAMPLES, lambda value: re.fullmatch(compressions.PATTERN, value) is not None)
+COMPRESSION = Rule(
+    "none, fp16, powersgd:1, powersgd:2, ...",
+    lambda value: re.fullmatch("none|fp16|powersgd:[1-9][0-9]*", value) is not None,
+)
 ASCENDING_EPOCHS = Rule(
     "epochs above 0, each after the one before",
     lambda value: all(0 < one < math.inf for one in value) and list(value) == sorted(set(value)),

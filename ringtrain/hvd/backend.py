@@ -47,21 +47,11 @@ else:
 
 
 def configure(options: HvdConfig, environ: MutableMapping[str, str] | None = None) -> None:
-    """Turns Horovod's tensor fusion off in deterministic mode; call it before `init`, on every rank.
-
-    Timing decides which tensors share Horovod's buffer, and with more than two ranks the order of additions depends on
-    a value's position in the buffer.
-
-    Args:
-        options: Of which `deterministic` is read.
-        environ: Environment to change. None: that of this process.
-
-    Raises:
-        ConfigError: Horovod's autotuning is on, which changes the order of additions during the run; or Horovod was
-            started in this process with another fusion buffer.
-    """
+    """Turns Horovod's tensor fusion off in deterministic mode, before `init`; raises ConfigError if it cannot."""
     if not options.deterministic:
         return
+    # Timing decides which tensors share Horovod's buffer, and with more than two ranks the order of additions depends
+    # on a value's position in the buffer.
     is_started = environ is None and horovod.is_initialized()
     environ = os.environ if environ is None else environ
     if environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0"):

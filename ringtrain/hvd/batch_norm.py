@@ -103,12 +103,8 @@ def seeds(model: keras.Model) -> list[Any]:
 
 
 def global_seed(create: bool = False) -> list[Any]:
-    """State of Keras' global seed generator, for random numbers without a seed of their own; [] if there is none yet.
-
-    Args:
-        create: Make one if there is none; Python's random numbers stay as they are.
-    """
-    state = random.getstate()
+    """State of Keras' global seed generator, for random numbers without a seed of their own; [] if there is none yet."""
+    state = random.getstate()  # which making one would change
     generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
     if generator is None and create:
         generator = seed_generator.global_seed_generator()

@@ -72,10 +72,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
         super().__init__()
         self.device = device
         self._train_samples: float | None = None
-        self._validation_samples: float | None = None
+        self._validation_samples = 1.0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._train_samples = self._validation_samples = None
+        self._train_samples, self._validation_samples = None, 1.0
 
     def on_test_begin(self, logs: Any = None) -> None:
         # Validation inside fit resets the metrics: from now on they count its samples.
@@ -87,14 +87,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if not logs or horovod.size() == 1:
             return
-        if self._train_samples is None:
+        train, validation = self._train_samples, self._validation_samples
+        if train is None:
             train = _num_samples(self.model)
-        else:
-            train = self._train_samples
-        if self._validation_samples is None:
-            validation = 1.0
-        else:
-            validation = self._validation_samples
         numbers = {name: np.asarray(value) for name, value in sorted(logs.items())}
         values = {name: value.astype(np.float64) for name, value in numbers.items() if value.dtype.kind in "fiub"}
         parts = []

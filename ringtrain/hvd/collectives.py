@@ -321,15 +321,7 @@ def alltoall(value: Any, splits: Any = None, name: str | None = None, **kwargs: 
 
 
 def gather_bytes(own: NDArray[np.uint8], name: str) -> NDArray[np.uint8] | None:
-    """Sends every rank's bytes to rank 0; the other ranks keep none of them. A collective.
-
-    Args:
-        own: Shape (length,), the same length on every rank.
-        name: Name of the operation.
-
-    Returns:
-        Array of shape (size, length) on rank 0; None on other ranks.
-    """
+    """Returns every rank's bytes, as many on each, as rows [size, length] on rank 0, else None. A collective."""
     rows = None
     if horovod.rank() == 0:
         rows = np.empty((horovod.size(), own.size), np.uint8)
@@ -341,16 +333,7 @@ def gather_bytes(own: NDArray[np.uint8], name: str) -> NDArray[np.uint8] | None:
 
 
 def scatter_bytes(rows: Sequence[NDArray[np.uint8]] | None, length: int, name: str) -> NDArray[np.uint8]:
-    """Sends each rank its row of rank 0's bytes, the reverse of `gather_bytes`. A collective.
-
-    Args:
-        rows: On rank 0, one array of shape (length,) per rank; None on other ranks.
-        length: Number of bytes per rank.
-        name: Name of the operation.
-
-    Returns:
-        This rank's row, shape (length,).
-    """
+    """Returns this rank's row of rank 0's `rows` [size, length], which are None on other ranks. A collective."""
     own = np.empty(length, np.uint8)
     for begin, end in _pieces(length):
         pieces = np.empty((horovod.size(), end - begin), np.uint8)
@@ -424,12 +407,3 @@ def unique_in_graph(name: str) -> str:
     graph.ringtrain_names[name] += 1
     count = graph.ringtrain_names[name]
     return name if count == 1 else f"{name}_{count}"
-
-
-def layer_variables(layers: Any) -> list[Any]:
-    """Trainable variables of a Keras layer or a sequence of layers; empty for None. Raises ValueError otherwise."""
-    layers = [layers] if isinstance(layers, keras.Layer) else (layers or [])
-    for layer in layers:
-        if not isinstance(layer, keras.Layer):
-            raise ValueError(f"local_layers: got {layer!r}, expected keras.Layer objects")
-    return [variable for layer in layers for variable in layer.trainable_weights]

@@ -77,13 +77,8 @@ def average_accumulated(optimizer: Any) -> None:
 
 
 def weigh_gradients(optimizer: Any, share: tf.Variable | None) -> None:
-    """Makes a distributed optimizer multiply this rank's gradients by a variable, for unequal parts of a batch.
-
-    Args:
-        optimizer: Result of `DistributedOptimizer`, before its first step.
-        share: float64 []; number of this rank's samples times the number of ranks, divided by the number of all
-            samples, so that the average over the ranks is the gradient of the whole batch. None: 1.
-    """
+    """Makes a distributed optimizer multiply this rank's gradients by a variable, float64 []; None: by 1."""
+    # Its samples times the ranks, divided by all samples: the ranks' average is then the gradient of the whole batch.
     reduction_of(optimizer).share = share
 
 

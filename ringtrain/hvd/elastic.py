@@ -178,12 +178,8 @@ class SharedKerasState(KerasState):
     """`KerasState` of a model whose step keeps it equal on all ranks, and is undone as a whole if a reduction fails.
 
     So nothing is copied: a commit only asks for new hosts, and after a change the rank that is furthest gives its
-    state. Two ranks are at most a step apart, since a reduction needs all of them.
-
-    Args:
-        settle: Returns the model to the end of the last complete step, brings the named objects of the state up to
-            date, and returns this rank's progress, a tuple; the greatest is furthest. It must not communicate.
-        synced: Called after `sync`, when the named objects are those of the rank that was furthest.
+    state. Two ranks are at most a step apart, since a reduction needs all of them. `settle` returns the model to the
+    end of the last complete step, and this rank's progress, a tuple, without a collective; `synced` follows `sync`.
     """
 
     def __init__(

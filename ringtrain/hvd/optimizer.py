@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from ringtrain.hvd.backend import WITH_HOROVOD, Adasum, Average, ProcessSet, global_process_set, horovod
-from ringtrain.hvd.collectives import layer_variables, refuse_xla, tensor_of, unique_in_graph
+from ringtrain.hvd.collectives import refuse_xla, tensor_of, unique_in_graph
 from ringtrain.hvd.compression import Compression
 from ringtrain.hvd.distributed import distribute
 from ringtrain.hvd.keras_patches import (
@@ -45,7 +45,6 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
     deterministic: bool = False,
-    merge_rows: bool = False,
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer reduce its gradients over all ranks before it clips, decays and applies them.
 
@@ -59,7 +58,8 @@ def DistributedOptimizer(
         device_dense, device_sparse: Device on which dense and sparse gradients are reduced. "": TensorFlow decides.
         compression: One of `Compression`. `fp16` divides by the number of ranks (or by `gradient_predivide_factor`, if
             given) before the sum; `powersgd(rank)` is an addition of ringtrain.
-        sparse_as_dense: Convert `IndexedSlices` to dense tensors before the reduction. False: gather them.
+        sparse_as_dense: Convert `IndexedSlices` to dense tensors before the reduction. False: gather them; GPUs add up
+            the parts of a row, else Adam and others square them one by one, as Keras does.
         gradient_predivide_factor: With Average, divide by this factor before the sum, and by size / factor after it.
         op: Average, Sum or Adasum (over MPI, with a power of two of ranks).
         backward_passes_per_step: Micro-steps that each rank accumulates per update, which alone communicates. Sets
@@ -72,8 +72,6 @@ def DistributedOptimizer(
         scale_local_gradients: Divide gradients of local variables (see `register_local_var`) by the number of ranks.
         deterministic: Addition of ringtrain. Send all dense gradients as one vector, so that the order of additions is
             the same in every step and run. Also set HOROVOD_FUSION_THRESHOLD=0.
-        merge_rows: Addition of ringtrain. Add up the parts of a row of a sparse gradient before the update, and send
-            less. False: Adam and others square the parts one by one, as Keras does. GPUs always add them up.
 
     Returns:
         `optimizer`, with the new method `register_local_var(variable)`, which excludes a variable from the reduction.
@@ -102,7 +100,6 @@ def DistributedOptimizer(
         scale_local_gradients=scale_local_gradients,
         accumulated_scale=float(backward_passes_per_step) if sums_passes else 1.0,
         deterministic=deterministic,
-        merge_rows=merge_rows,
     )
     if reduction.reducer and isinstance(innermost(optimizer), keras.optimizers.MultiOptimizer):
         raise ValueError(f"compression {compression} does not work with MultiOptimizer: use fp16")
@@ -162,7 +159,7 @@ def PartialDistributedOptimizer(
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )
-    for variable in layer_variables(local_layers):
+    for variable in _layer_variables(local_layers):
         optimizer.register_local_var(variable)
     return optimizer
 
@@ -287,6 +284,15 @@ def PartialDistributedGradientTape(
 ) -> tf.GradientTape:
     """`DistributedGradientTape` that does not reduce the gradients of `local_layers`."""
     tape = DistributedGradientTape(gradtape, *args, **kwargs)
-    for variable in layer_variables(local_layers):
+    for variable in _layer_variables(local_layers):
         tape.register_local_source(variable)
     return tape
+
+
+def _layer_variables(layers: Any) -> list[Any]:
+    """Trainable variables of a Keras layer or a sequence of layers; empty for None. Raises ValueError otherwise."""
+    layers = [layers] if isinstance(layers, keras.Layer) else (layers or [])
+    for layer in layers:
+        if not isinstance(layer, keras.Layer):
+            raise ValueError(f"local_layers: got {layer!r}, expected keras.Layer objects")
+    return [variable for layer in layers for variable in layer.trainable_weights]

@@ -12,6 +12,7 @@ is sent as soon as its gradient is computed. Vectors, and matrices that would ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from ringtrain.compressions import low_rank
 from ringtrain.hvd.backend import Average
 from ringtrain.hvd.collectives import tensor_of
 from ringtrain.hvd.process import elastic
@@ -62,7 +62,13 @@ class PowerSGD:
 
     def matrix_of(self, shape: Sequence[int]) -> tuple[int, int] | None:
         """Rows and columns of a gradient of this shape; None: it is sent whole."""
-        return low_rank(shape, self.rank, self.min_ratio)
+        size = math.prod(shape)
+        if len(shape) < 2 or not size:
+            return None
+        rows, columns = size // shape[-1], shape[-1]
+        if size < self.min_ratio * self.rank * (rows + columns) or self.rank > min(rows, columns):
+            return None
+        return rows, columns
 
 
 @dataclass(frozen=True)
@@ -107,23 +113,14 @@ class LowRank:
     def reduce(
         self, reduction: Reduction, tensors: list[tf.Tensor], variables: Sequence[Any], name: str
     ) -> list[tf.Tensor]:
-        """Means of the gradients, of compressed ones up to the error that is kept. Collective, in a graph.
-
-        Args:
-            reduction: Of the optimizer. `reduction.allreduce` is Horovod's for gradients, `means` that for other
-                tensors.
-            tensors: This rank's gradients; shapes and dtypes stay.
-            variables: Whose gradients they are, of Keras or TensorFlow. Those of a check are none that `build` has
-                seen: their gradients are combined exactly.
-            name: Prefix of the operations' names, which are equal on all ranks.
-        """
+        """Means of the gradients, of compressed ones up to the error that is kept. Collective, in a graph."""
         matrices: dict[int, Matrix] = {}  # by the index of a tensor
         for index, variable in enumerate(variables):
             matrix = self._matrices.get(id(tensor_of(variable)))
             if matrix is not None:
                 matrices[index] = matrix
         if not matrices:
-            return reduction.allreduce(tensors, variables, name)  # the vectors of a check
+            return reduction.allreduce(tensors, variables, name)  # the vectors of a check, which `build` has not seen
 
         # What the last step left out is part of this one.
         gradients: dict[int, tf.Tensor] = {}

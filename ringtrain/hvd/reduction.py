@@ -36,7 +36,7 @@ class Reduction:
     scale_local_gradients: bool
     accumulated_scale: float = 1.0  # of the result: Keras averages over micro-steps, `backward_passes_per_step` sums
     deterministic: bool = False
-    merge_rows: bool = False  # add up the rows of a sparse gradient before the update
+    merge_rows: bool = False  # add up the rows of a sparse gradient, as for a tape
     reducer: LowRank | None = field(init=False, default=None)  # replaces the allreduce of dense gradients
     share: Any = None  # multiplies this rank's gradients, in `_Reducing.weighted`
     _graphs: dict[Any, Any] = field(default_factory=dict, repr=False)

@@ -130,11 +130,7 @@ PLACE = PhaseTracker()
 
 @contextlib.contextmanager
 def during(phase: str) -> Iterator[None]:
-    """Sets the phase of this process within a block or, as a decorator, a function.
-
-    Args:
-        phase: "evaluate", "save", or "reduce" for waiting.
-    """
+    """Sets the phase of this process within a block or a function: "evaluate", "save", or "reduce" for waiting."""
     before, counted_as, begin_s = PLACE.phase, PLACE.counted_as, time.perf_counter()
     # What the ranks exchange for a save or an evaluation is a part of it.
     is_part = phase == "reduce" and counted_as in ("start", "save", "evaluate")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from ringtrain import hvd
-from ringtrain.compressions import reduced_bytes
 from ringtrain.derived import num_shards
 from ringtrain.errors import ConfigError
 from ringtrain.optim import virtual_ranks
@@ -28,7 +27,6 @@ OF_OPTIMIZER = (
     "hvd.compression",
     "hvd.groups",
     "hvd.deterministic",
-    "hvd.merge_rows",
 )
 """beginnings of the options that `distribute` passes to hvd.DistributedOptimizer"""
 
@@ -53,7 +51,6 @@ class Ring(Strategy):
                 device_dense=device,
                 device_sparse=device,
                 deterministic=options.deterministic or self.config.strategy.name == "mpi-ring",
-                merge_rows=options.merge_rows,
             )
         except ValueError as error:
             if not str(error).startswith(("compression", "op=")):
@@ -69,13 +66,6 @@ class Ring(Strategy):
         if self._steps is None:
             return None
         return self._steps.fingerprint()
-
-    def summary(self, run: Run) -> dict[str, Any]:
-        facts, compression = super().summary(run), self.config.hvd.compression
-        if compression != "none":
-            shapes = [variable.shape for variable in run.job.model.trainable_variables]
-            facts["reduced_bytes"] = reduced_bytes(shapes, compression)
-        return facts
 
     def sums(self) -> Sums | None:
         """How statistics and metrics are summed over the ranks with the gradients; None: each rank has its own."""

@@ -26,7 +26,7 @@ import lab
 import launching
 import numpy as np
 
-from ringtrain.compressions import reduced_bytes
+from ringtrain import hvd
 
 LOW = "--hvd.compression"
 WAYS: dict[str, list[str]] = {
@@ -108,8 +108,18 @@ def megabytes(way: str, num_steps: float) -> float:
     """Sent by one of two ranks, whose ring sends what it reduces once."""
     if way == "one host" or math.isnan(num_steps):
         return 0.0 * num_steps
-    compression = WAYS[way][-1] if WAYS[way] else "none"
-    return num_steps * reduced_bytes(SHAPES, compression) / 1e6
+    return num_steps * sum(_reduced_bytes(way, shape) for shape in SHAPES) / 1e6
+
+
+def _reduced_bytes(way: str, shape: tuple[int, ...]) -> int:
+    """Of the gradient of a variable."""
+    kind, _, rank = way.partition(":")
+    if kind == "fp16":
+        return 2 * math.prod(shape)
+    matrix = hvd.Compression.powersgd(int(rank)).matrix_of(shape) if rank else None
+    if matrix is None:
+        return 4 * math.prod(shape)
+    return 4 * int(rank) * sum(matrix)
 
 
 def steps_per_s(results: Path, rate: int) -> dict[str, tuple[float, float]]:

@@ -13,7 +13,6 @@ import numpy as np
 import small
 
 import ringtrain.hvd as hvd
-from ringtrain.errors import OutOfSync
 
 
 @keras.saving.register_keras_serializable(package="tests")
@@ -87,11 +86,6 @@ def one_rank_may_load_what_the_others_build():
             for x, y in small.shares(4):
                 model.train_on_batch(x, y)
             hvd.check_in_sync(model)
-            if hvd.rank() == 0 and options:
-                model = hvd.load_model(path)
-            if options:
-                message = small.raised(OutOfSync, lambda model=model: hvd.broadcast_model(model))
-                assert "factor after accumulation is 2.0 on rank 1, 1.0 on the first rank" in message
 
 
 def horovods_own_wrapper_is_recognized():
