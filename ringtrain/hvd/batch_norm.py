@@ -103,7 +103,7 @@ def seeds(model: keras.Model) -> list[Any]:
 
 
 def global_seed(create: bool = False) -> list[Any]:
-    """State of Keras' global seed generator, for random numbers without a seed of their own; [] if there is none yet."""
+    """State of Keras' global seed generator, for random numbers without a seed of their own; [] if there is none."""
     state = random.getstate()  # which making one would change
     generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
     if generator is None and create:
