@@ -243,6 +243,22 @@ class Distributed(_Reducing):
             grads = self.reduce(grads, self._updated_variables)
         return super()._clip_gradients(grads)
 
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        update = super().update_step
+        is_sgd = getattr(update, "__func__", None) is keras.optimizers.SGD.update_step
+        if not is_sgd or not self.momentum or isinstance(gradient, tf.IndexedSlices):
+            update(gradient, variable, learning_rate)
+            return
+        # One kernel, with the bits of Keras in the graph of every strategy: TensorFlow cannot combine its factors.
+        tf.raw_ops.ResourceApplyKerasMomentum(
+            var=variable.handle,
+            accum=self.momentums[self._get_variable_index(variable)].value.handle,
+            lr=tf.cast(learning_rate, variable.dtype),
+            grad=tf.cast(gradient, variable.dtype),
+            momentum=keras.ops.cast(self.momentum, variable.dtype),  # as Keras does, by way of float32
+            use_nesterov=self.nesterov,
+        )
+
     def assign_add(self, variable: Any, value: Any) -> None:
         super().assign_add(variable, self._in_fixed_order(value))
 

@@ -186,7 +186,7 @@ def all_of_a_part_runs_on_its_device() -> None:
         context.disable_run_metadata()
         found = Counter(node.device[-5:] for node in nodes if "MatMul" in node.op)
         assert found == {device: PARTS * number for device, number in products.items()}, (ways, found)
-        found = Counter(node.device[-5:] for node in nodes if node.op == "AssignAddVariableOp")
+        found = Counter(node.device[-5:] for node in nodes if node.op == "ResourceApplyKerasMomentum")
         assert found == updates, (ways, found)
         assert Counter(one.value.device[-5:] for one in model.optimizer.momentums) == updates
 
