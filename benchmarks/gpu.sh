@@ -57,6 +57,7 @@ fi
 
 measure=(ringtrain bench train -H "$hosts" --turns "$turns" --steps "$steps")
 section 'Training' "${measure[@]}" -- "${job[@]}"
+section 'Training, gradients compiled by XLA' "${measure[@]}" -- "${job[@]}" --train.jit
 section 'Training, 16 bits' "${measure[@]}" -- "${job[@]}" --train.precision mixed_float16
 peers=ringtrain,by-hand,towers-by-hand,ringtrain-alone,fit-alone
 section 'Other trainers' python benchmarks/measure_peers.py --workers "$ranks" --peers "$peers" --turns "$turns" --steps "$steps" --limit 600 -- "${job[@]}"

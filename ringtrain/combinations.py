@@ -50,6 +50,7 @@ _NOT_IN_TENSORFLOW = (
     "hvd.deterministic",
     "optimizer.accumulation_steps",
     "model.sync_batch_norm",
+    "train.jit",
     "train.precision mixed_float16",
     "model.split",
     "model.micro_batches",
@@ -79,6 +80,7 @@ NOT_TOGETHER: Mapping[str, tuple[str, ...]] = {
         "hvd.compression",
         "hvd.groups",
         "data.name spark",
+        "train.jit",
         "model.split",
         "model.micro_batches",
         "model.sync_batch_norm",
@@ -87,6 +89,8 @@ NOT_TOGETHER: Mapping[str, tuple[str, ...]] = {
         SPECTRAL,
         SYNCHRONIZED,
     ),
+    # XLA has no kernel for an allreduce in the forward pass, nor for stages on several devices.
+    "train.jit": ("model.sync_batch_norm", "model.split", "model.micro_batches"),
     "model.split": ("model.sync_batch_norm", "hvd.compression powersgd"),
     "model.micro_batches": ("model.sync_batch_norm",),
     # These reduce all gradients by themselves, or need every step.

@@ -162,6 +162,8 @@ class TrainConfig:
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16", "float64"] = "float32"
     """compute dtype; weights and allreduce stay float32. mixed_float16 adds dynamic loss scaling; slower on CPUs.
     float64: of weights, too, to compare runs"""
+    jit: bool = False
+    """compile forward and backward pass with XLA; the allreduce stays outside"""
     patience: Annotated[int, AT_LEAST_0] = 0
     """epochs without improvement of monitor after which Keras' EarlyStopping ends training on all ranks; 0: never"""
     monitor: Annotated[str, needs_above_0("train.patience")] = "test_loss"

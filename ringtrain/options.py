@@ -108,7 +108,7 @@ class Option:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Words of the command line: `--augment`; of a section `--data.augment` and `--data.no-augment`."""
+        """Words of the command line: `--jit`; of a section `--train.jit` and `--train.no-jit`."""
         argument = self.argument
         if argument.flags or argument.is_positional:
             return argument.flags

@@ -135,7 +135,7 @@ from ringtrain.hvd.distributed import (
     variables_of_one_rank,
     weigh_gradients,
 )
-from ringtrain.hvd.keras_patches import optimizers_of, ranks_reduce
+from ringtrain.hvd.keras_patches import jit_gradients, optimizers_of, ranks_reduce
 from ringtrain.hvd.model_parallel.columns import Whole, columns_of, refuse_optimizer, whole_variables
 from ringtrain.hvd.model_parallel.stages import split
 from ringtrain.hvd.optimizer import (

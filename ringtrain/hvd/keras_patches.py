@@ -1,4 +1,4 @@
-"""Private API of Keras: patches of four functions for distributed optimizers, and queries.
+"""Private API of Keras: patches of four functions for distributed optimizers, `jit_gradients`, and queries.
 
 Keras has no hooks in these places. Its functions are therefore replaced once per process. The replacements behave the
 same unless the optimizer is distributed or, for the choice of XLA, there are several ranks.
@@ -17,8 +17,10 @@ from keras.src import api_export
 from keras.src.saving import object_registration
 from keras.src.trainers import trainer
 
+from ringtrain.errors import RingtrainError
 from ringtrain.hvd.backend import horovod
 from ringtrain.hvd.process import elastic
+from ringtrain.hvd.train_step import has_layer, is_own, wrap
 
 WEIGHTS = ("_trainable_variables", "_updated_variables", "_self_")
 """how the names of an optimizer's attributes begin that hold what it updates: the last ones are TensorFlow's copies"""
@@ -296,3 +298,53 @@ def make_plain(changed: Any, mixin: type) -> None:
     """Gives an object whose class is from `saved_as_its_base` the class that it had before."""
     kind = type(changed)
     set_class(changed, next(one for one in kind.__mro__ if not issubclass(one, mixin)))
+
+
+def jit_gradients(model: keras.Model) -> None:
+    """Makes a model's train_step compute outputs, loss and gradients in one function compiled by XLA.
+
+    Reduction, clipping, update and metrics stay outside of that function, and evaluation is unchanged. XLA orders sums
+    differently, so results equal those without XLA up to rounding.
+
+    Args:
+        model: Model, before or after `compile(jit_compile=False)`.
+
+    Raises:
+        RingtrainError: The model overrides train_step, a layer does not support XLA, or Keras does not (macOS, or op
+            determinism).
+    """
+    if is_own(model):
+        raise RingtrainError(
+            f"jit: {type(model).__name__} has a train_step of its own, which cannot be taken apart around the"
+            " allreduce: leave train_step to Keras, or train without jit"
+        )
+    if has_layer(model, "micro-batches"):
+        raise RingtrainError("jit: the model is split, and its stages are not compiled: leave out one of them")
+    layer = next((layer for layer in layers_of(model) if not layer.supports_jit), None)
+    if layer is not None:
+        raise RingtrainError(
+            f"jit: Keras says that layer {layer.name} ({type(layer).__name__}) does not support XLA: train without jit"
+        )
+    supports_jit = getattr(trainer.model_supports_jit, "before_ringtrain", trainer.model_supports_jit)
+    if not supports_jit(model):
+        raise RingtrainError("jit: Keras does not support XLA here (macOS, or op determinism is on): train without jit")
+
+    @tf.function(jit_compile=True, reduce_retracing=True, autograph=False)
+    def forward_and_backward(x: Any, y: Any, sample_weight: Any) -> Any:
+        with tf.GradientTape() as tape:
+            if model._call_has_training_arg:
+                outputs = model(x, training=True)
+            else:
+                outputs = model(x)
+            loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True)
+            scaled = model.optimizer.scale_loss(loss)
+        return outputs, loss, tape.gradient(scaled, model.trainable_weights)
+
+    def train_step(data: Any) -> Any:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        outputs, loss, gradients = forward_and_backward(x, y, sample_weight)
+        model._loss_tracker.update_state(loss, sample_weight=tf.shape(tf.nest.flatten(x)[0])[0])
+        model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+        return model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
+
+    wrap(model, "jit", lambda _: train_step)

@@ -13,7 +13,8 @@ TrainStep = Callable[[Any], Any]
 """Function of a batch that trains it and returns the logs."""
 
 LAYERS = (
-    "micro-batches",  # innermost, in place of Keras' step: the stages of a model on several devices
+    "jit",  # innermost, in place of Keras' step: forward and backward pass compiled by XLA, which cannot reduce
+    "micro-batches",  # in place of Keras' step, too: the stages of a model on several devices
     "rows",  # what `ringtrain prove` notes of the rows of a part
     "ranks",  # parts of this rank's rows, their weights, and sums over all ranks: optim.step
     "trainable",  # layers are trained as `compile` has found them: `model_state.freeze_in_training`

@@ -16,9 +16,13 @@ import keras
 import tensorflow as tf
 
 from ringtrain import hvd
+from ringtrain.errors import ConfigError
+from ringtrain.hvd import train_step
 from ringtrain.hvd.collectives import unique_in_graph
 from ringtrain.hvd.keras_patches import compiled_losses, metrics_of, set_untracked
 from ringtrain.hvd.placement import CPU
+
+NO_XLA = "a loss with masks, sample or class weights needs an allreduce, for which XLA has no kernel: leave it out"
 
 
 class LossWeights:
@@ -167,6 +171,8 @@ class LossWeights:
             self.of_whole_parts.add(loss.name)
         if not values.shape or (not is_weighted and not is_masked and None not in values.shape[1:]):
             return 1.0
+        if train_step.has_layer(self.model, "jit"):
+            raise ConfigError(f"train.jit: {NO_XLA}")
         divisor = tf.stop_gradient(tf.cast(divisor, tf.float64) * tf.cast(share > 0, tf.float64))
         return tf.math.divide_no_nan(self._num_parts * divisor, self.over_parts(divisor) * share)
 

@@ -25,6 +25,7 @@ OPTIONS = (
     "strategy.name",
     "train.max_time_s",
     "train.check_every_steps",
+    "train.jit",
     "train.virtual_ranks",
 )
 """Options of a configuration that a script may set; the others are arguments of `fit`, or the script's own."""

@@ -33,7 +33,8 @@ def job_of(
     facts = _facts_of(run, given, train)
     validation = _validation_of(given, test, batch_size, prefix)
     unlike = script_model.build(run, model, train, batch_size, facts)
-    plan = {**train.plan, **script_model.row_of_xla(model)}
+    # Last: the tracing before it replaces parts of the step.
+    plan = {**train.plan, **script_model.compile_by_xla(run, model, train)}
 
     # A stream brings its own batches, which are the steps. Their number of rows is known only if it is the same in all.
     num_rows, rows_per_step = len(train), batch_size

@@ -13,7 +13,7 @@ from tensorflow.python.eager import context
 
 from ringtrain import combinations, data, hvd
 from ringtrain.config import DEFAULTS, changed_options
-from ringtrain.errors import ConfigError
+from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.hvd import train_step
 from ringtrain.hvd.distributed import undistribute
 from ringtrain.hvd.keras_patches import (
@@ -22,10 +22,11 @@ from ringtrain.hvd.keras_patches import (
     layers_of,
     set_untracked,
 )
+from ringtrain.optim.uneven import NO_XLA
 from ringtrain.run import devices
 from ringtrain.run.context import Run
 from ringtrain.sources.unlike import unlike_one_process
-from ringtrain.strategies.ring import OF_OPTIMIZER
+from ringtrain.strategies.ring import OF_OPTIMIZER, Ring
 from ringtrain.strategies.rows import errors_named, explain_shapes
 
 
@@ -145,14 +146,52 @@ def _tensor(leaf: Any) -> Any:
     return tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
-def row_of_xla(model: keras.Model) -> dict[str, str]:
-    """Row of the plan about XLA, if a script has asked for it."""
-    if model.jit_compile:
+def compile_by_xla(run: Run, model: keras.Model, train: data.NumberedRows | data.Stream) -> dict[str, str]:
+    """Compiles the gradients with XLA, if the option or the script asks for it; returns a row of the plan."""
+    is_option = run.config.train.jit
+    if not is_option and model.jit_compile:
         return {"xla": "whole steps are compiled"}
     is_asked = model._compile_config is not None and model._compile_config.config.get("jit_compile") is True
-    if is_asked:
-        return {"xla": "off: it has no kernel for an allreduce"}
-    return {}
+    if not is_option and not is_asked:
+        return {}
+    # An option that has no effect is an error. What a script says to Keras is a wish.
+    try:
+        _compile_gradients(run, model, train)
+    except RingtrainError as error:
+        problem = str(error).removeprefix("jit: ")
+        if is_option:
+            raise ConfigError(f"train.jit: {problem}") from error
+        return {"xla": f"off: {problem.removesuffix(': leave it out')}"}
+    return {"xla": "forward and backward pass are compiled; results differ in the last bits"}
+
+
+def _compile_gradients(run: Run, model: keras.Model, train: data.NumberedRows | data.Stream) -> None:
+    """Compiles forward and backward pass; raises RingtrainError if they cannot be."""
+    if not isinstance(run.strategy, Ring):
+        raise RingtrainError("only strategies ring and mpi-ring compile them: leave it out")
+    if run.strategy.shares_state:
+        raise RingtrainError("virtual ranks and elastic jobs divide the step otherwise: leave it out")
+    if isinstance(train, data.Stream):
+        batch = train.dataset.element_spec
+    else:
+        batch = train.rows(0, 1)
+    x, _, weights = keras.utils.unpack_x_y_sample_weight(batch)
+    if weights is not None or (not train_step.is_own(model) and _counts_unequally(model, x)):
+        raise RingtrainError(NO_XLA)
+    hvd.jit_gradients(model)
+
+
+def _counts_unequally(model: keras.Model, x: Any) -> bool:
+    """Returns whether outputs of a model have masks, or axes whose length differs from batch to batch."""
+    outputs: list[Any] = []
+
+    def forward(x: Any) -> None:
+        options = {"training": True} if model._call_has_training_arg else {}
+        for output in keras.tree.flatten(model(x, **options)):
+            outputs.append(getattr(output, "_keras_mask", None) is not None or None in output.shape[1:])
+
+    tf.function(forward, autograph=False).get_concrete_function(x)
+    return any(outputs)
 
 
 def distribute(run: Run, optimizers: Sequence[Any], door: str) -> None:

@@ -1,4 +1,4 @@
-"""Steps with numbers, variables or failures that differ between ranks, and layers that XLA compiles; see run_fit.py."""
+"""Steps with numbers, variables or failures that differ between ranks, and steps that XLA compiles; see run_fit.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from only import only
 
 import ringtrain
 import ringtrain.hvd as hvd
+from ringtrain.config import TrainConfig
 from ringtrain.errors import RingtrainError
+from ringtrain.hvd import train_step
 
 
 class Prepared(keras.Model):
@@ -68,27 +70,19 @@ def a_failure_of_evaluation_on_one_rank_is_raised_on_all() -> None:
 
 
 @only(np=3)
-def steps_that_a_script_has_compiled_by_xla() -> None:
-    """They are trained without it."""
+def compiled_by_xla() -> None:
+    """Unequal parts, by the option or as compiled; what XLA cannot do is named, or trained without it."""
+
+    class Noting(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if train_step.has_layer(self.model, "ranks"):  # not in Keras' own fit
+                compiles.add(train_step.has_layer(self.model, "jit"))
+
+    compiles: set[bool] = set()
+    by_option = {"options": options(train=TrainConfig(jit=True))}
+    equals_one_process(lambda: compiled(dense()), X, Y, "xla", callbacks=[Noting()], **by_option)
+    assert compiles == {True}
+    compiles.clear()
     weights = {"sample_weight": WEIGHTS}
-    equals_one_process(lambda: compiled(dense(), jit_compile=True), X, Y, "no-xla", **weights)
-
-
-@only(np=3)
-def a_layer_whose_call_is_compiled_by_xla() -> None:
-    class Block(keras.layers.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = keras.layers.Dense(6, activation="relu")
-
-        def build(self, shape: Any) -> None:
-            self.inner.build(shape)
-
-        @tf.function(jit_compile=True)
-        def call(self, inputs: Any) -> Any:
-            return self.inner(inputs)
-
-    def model() -> keras.Model:
-        return keras.Sequential([keras.Input(X.shape[1:]), Block(), *dense().layers])
-
-    equals_one_process(lambda: compiled(model()), X, Y, "block")
+    equals_one_process(lambda: compiled(dense(), jit_compile=True), X, Y, "no-xla", callbacks=[Noting()], **weights)
+    assert compiles == {False}

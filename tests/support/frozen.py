@@ -46,7 +46,7 @@ RUNS = {
     "ring np 1": TRAIN,
     "ring np 2 MPI": f"horovodrun -np 2 -H localhost:2 {TRAIN}",
     "ring np 2 Gloo": f"horovodrun --gloo -np 2 -H localhost:2 {TRAIN}",
-    "ring np 3 MPI": f"env HOROVOD_FUSION_THRESHOLD=0 horovodrun -np 3 -H localhost:3 {TRAIN}",
+    "ring np 3 MPI": f"horovodrun -np 3 -H localhost:3 {TRAIN} --hvd.fusion-mb 0",
     "deterministic np 3": f"python -m ringtrain launch -np 3 -H localhost:3 -- {TRAIN} --hvd.deterministic",
     "towers": f"{TRAIN} --strategy.name towers --strategy.towers 2",
     "multi-worker": f"{LAUNCH} {TRAIN} --strategy.name multi-worker",
@@ -57,6 +57,7 @@ RUNS = {
     "accumulation": f"{LAUNCH} {TRAIN} --optimizer.accumulation-steps 4 --train.batch-size 8",
     "mixed_float16": f"{LAUNCH} {TRAIN} --train.precision mixed_float16",
     "mixed_bfloat16": f"{LAUNCH} {TRAIN} --train.precision mixed_bfloat16",
+    "jit": f"{LAUNCH} {TRAIN} --train.jit",
     "batch norm": f"{LAUNCH} {TRAIN} {RESNET} --model.sync-batch-norm",
     "recipe": f"{LAUNCH} {TRAIN} {RECIPE} {FILES}",
 }

@@ -68,8 +68,8 @@ def test_every_option_of_the_help_is_read_and_its_default_is_the_default(capsys:
         else:
             words += [flag_of(option), *([] if value == () else [str(value)])]
     assert config_io.read(words) == Config()
-    assert changed_options(config_io.read([*words, "--hvd.deterministic", "--data.no-augment"])) == {
-        **{"data.augment": False, "hvd.deterministic": True},
+    assert changed_options(config_io.read([*words, "--train.jit", "--data.no-augment"])) == {
+        **{"data.augment": False, "train.jit": True},
     }
 
 

@@ -219,6 +219,7 @@ def test_weights_and_metrics_are_those_of_keras_fit(start: Any, source: str, tmp
     [
         ("frames", "mlp", (*MSE, "--train.monitor", "test_mae", "--train.patience", "2")),
         ("alone", "dense", (*MSE, "--optimizer.accumulation-steps", "2")),
+        ("alone", "dense", (*MSE, "--train.jit")),
         ("generated", "unbuilt", ()),
         ("one_hot", "mlp", ("--model.loss", "categorical_crossentropy")),
         ("masks", "dense", ("--model.loss", "sparse_categorical_crossentropy", *SGD)),

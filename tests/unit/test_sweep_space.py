@@ -119,7 +119,7 @@ BAD = {
     "optimizer.momentum = {low = 0, high = 0.9, log = true}": "optimizer.momentum: got {'low': 0, 'high': 0.9",
     "optimizer.momentum = {low = 0.1, high = 1.5}": "optimizer.momentum: got 1.5, expected 0 up to 1, 1 excluded",
     "optimizer.name = ['sgd', 'adan']": "optimizer.name: got 'adan', expected one of sgd, adam, ",
-    "hvd.deterministic = ['yes']": "hvd.deterministic: got 'yes', expected bool",
+    "train.jit = ['yes']": "train.jit: got 'yes', expected bool",
     "schedule.milestones = [[1.0], [2.0]]": "schedule.milestones: got [1.0], expected numbers, text, or true and false",
     "train.monitor = ['loss']": "train.monitor: is no option that differs between trials",
     "run.name = ['a']": "run.name: is no option that differs between trials",
@@ -204,7 +204,7 @@ SPACE = {
     "optimizer.momentum": FloatDistribution(0.0, 0.9),
     "train.batch_size": IntDistribution(16, 70),
     "optimizer.learning_rate": FloatDistribution(1e-4, 1.0, log=True),
-    "hvd.deterministic": CategoricalDistribution([False, True]),
+    "train.jit": CategoricalDistribution([False, True]),
 }
 
 
@@ -243,7 +243,7 @@ def test_a_sweep_that_goes_on_keeps_what_was_running(sampler, tmp_path):
 
 
 def test_a_grid_is_done_once_whenever_it_is_interrupted(tmp_path):
-    options = {"train.batch_size": CategoricalDistribution([16, 32]), "hvd.deterministic": SPACE["hvd.deterministic"]}
+    options = {"train.batch_size": CategoricalDistribution([16, 32]), "train.jit": SPACE["train.jit"]}
     points = space.grid(tmp_path, options)
     done = []
     for _ in points:  # a start each; of each second one nothing is told
