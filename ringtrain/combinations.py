@@ -16,7 +16,7 @@ SEVERAL_RANKS = "several ranks"
 BATCH_PER_RANK = "batch_per_rank"
 INITIAL_EPOCH = "initial_epoch"
 STEPS_PER_EXECUTION = "steps_per_execution"
-UNKNOWN_LENGTH = "epochs of unknown length"
+OWN_BATCHES = "batches of tf.data, a PyDataset or a generator"
 HOROVOD_CALLBACKS = "callbacks of Horovod"
 DISTRIBUTED = "hvd.DistributedOptimizer"
 OWN_STEP = "a train_step of its own"
@@ -28,7 +28,7 @@ ADVICE: Mapping[str, str] = {
     BATCH_PER_RANK: "give the batch_size of all ranks together",
     INITIAL_EPOCH: "give the number of epochs that are left",
     STEPS_PER_EXECUTION: "compile the model with 1, as each step is committed by itself",
-    UNKNOWN_LENGTH: "use assert_cardinality, or repeat() and steps_per_epoch",
+    OWN_BATCHES: "pass arrays or ringtrain.Records, of which a rank that joins takes rows by their numbers",
     HOROVOD_CALLBACKS: "leave out BroadcastGlobalVariablesCallback and MetricAverageCallback",
     DISTRIBUTED: "leave it out, as all gradients are summed by the run",
     OWN_STEP: "override compute_loss instead, or leave out the option",
@@ -67,7 +67,7 @@ NOT_TOGETHER: Mapping[str, tuple[str, ...]] = {
         BATCH_PER_RANK,
         INITIAL_EPOCH,
         STEPS_PER_EXECUTION,
-        UNKNOWN_LENGTH,
+        OWN_BATCHES,
         HOROVOD_CALLBACKS,
         DISTRIBUTED,
         ACCUMULATING_STEP,

@@ -122,7 +122,7 @@ def _divide(stream: Stream) -> None:
     """Lets each rank make its own rows of a stream alone, if its pipeline is plain."""
     from ringtrain import hvd
 
-    if not hvd.is_initialized() or hvd.size() == 1 or hvd.elastic.is_on():
+    if not hvd.is_initialized() or hvd.size() == 1:
         return
     if stream.kind == "tf.data.Dataset":
         stream.division, stream.why_whole = division.division_of(stream.dataset)
@@ -186,10 +186,7 @@ def why_rank_0(x: Any) -> str:
 
     from ringtrain import hvd
 
-    if hvd.elastic.is_on():
-        _check_elastic(x)
-        return ""
-    if not hvd.is_initialized() or hvd.size() == 1:
+    if not hvd.is_initialized() or hvd.size() == 1 or hvd.elastic.is_on():
         return ""
     pipeline, why = x.batches if isinstance(x, FromRank0) else x, ""
     if isinstance(x, tf.data.Dataset):
@@ -222,24 +219,6 @@ def _is_random(dataset: Any) -> bool:
         except tf.errors.OpError:  # which training meets, too
             return False
     return contents[0] != contents[1]
-
-
-def _check_elastic(x: Any) -> None:
-    """Raises DataError for batches that a rank which joins cannot make again."""
-    import tensorflow as tf
-
-    why = ""
-    if isinstance(x, tf.data.Dataset):
-        if _is_random(x):
-            why = "each iteration of the pipeline's first batches gives others: give random operations a seed"
-        elif division.caches_in_file(x):
-            why = "the ranks of a host would write the same file: use cache() without one"
-    elif isinstance(x, FromRank0):
-        why = "rank 0 may be lost, and what it has read with it: pass batches that every rank can make"
-    elif callable(x):
-        why = "the batches of a rank would depend on the number of ranks: pass those of all ranks together"
-    if why:
-        raise DataError(f"ringtrain.fit: in an elastic job, {why}")
 
 
 def _held_out(held_out: Any, given: FitArguments, batch_size: int, why_rank_0: str = "") -> Split:

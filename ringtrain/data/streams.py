@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-import threading
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,9 +21,6 @@ from ringtrain.errors import DataError
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
-
-NUM_KEPT = 16
-"""whole batches: more than a pipeline reads ahead"""
 
 
 class Stream(Split):
@@ -45,8 +41,6 @@ class Stream(Split):
     """batches that Keras' train_function reads at once"""
     parts = Parts(range(1), 1)
     """of each batch that this rank trains"""
-    kept: KeptBatches | None = None
-    """where ranks change"""
     rows: tf.data.Dataset | None = None
     """what this rank reads in training; None: whole batches"""
     _open: Iterator[Any] | None = None
@@ -305,80 +299,24 @@ class PyDatasetStream(Stream):
         return _seeded(self.seed, self._epoch, 1, number, generators=generators)
 
 
-class KeptBatches:
-    """Whole batches of a stream by number, of which the last ones are kept: a step may be repeated with other parts."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream, self._lock = stream, threading.Lock()
-        self._epoch, self._next = -1, 0
-        self._batches: Iterator[Any] = iter(())
-        self._kept: deque[tuple[int, Any]] = deque(maxlen=NUM_KEPT)
-
-    def __call__(self, epoch: int, first_step: int) -> Iterator[Any]:
-        """Batches of an epoch from a step on; those of an earlier call, which a pipeline may still read, as well."""
-        stream = self.stream
-        number = first_step
-        if stream.is_endless:  # all epochs are one iteration
-            epoch, number = 0, epoch * stream.num_batches + first_step
-        with self._lock:
-            is_kept = bool(self._kept) and self._kept[0][0] <= number
-            if epoch != self._epoch or not (is_kept or number == self._next):
-                self._kept.clear()
-                self._batches = stream.iterator(epoch, number)
-                self._epoch, self._next = epoch, number
-        while True:
-            with self._lock:
-                if epoch != self._epoch:
-                    return
-                if number == self._next:
-                    batch = next(self._batches, None)
-                    if batch is None:
-                        return
-                    self._kept.append((number, batch))
-                    self._next += 1
-                kept = dict(self._kept)
-            yield kept[number]
-            number += 1
-
-
 class StreamRows:
     """One rank's rows of each batch of a stream, which all ranks read whole; as `RowBatches`."""
 
-    def __init__(
-        self,
-        stream: Stream,
-        parts: Parts,
-        steps_per_call: int = 1,
-        has_header: bool = False,
-        keeps_batches: bool = False,
-    ) -> None:
-        import tensorflow as tf
-
+    def __init__(self, stream: Stream, parts: Parts, steps_per_call: int = 1, has_header: bool = False) -> None:
         self.stream, self.steps = stream, stream.num_batches
         stream.steps_per_call, stream.parts = steps_per_call, parts
-        self._kept: KeptBatches | None = None
-        self._position = 0, 0
         self.is_even = parts.num_parts == 1 and not has_header
         self.has_empty_parts = parts.num_parts > 1 and not stream.is_shard
         rows = stream.dataset
-        if keeps_batches:
-            self._kept = stream.kept = stream.kept or KeptBatches(stream)
-            kept = self._kept
-            spec = stream.dataset.element_spec
-            rows = tf.data.Dataset.from_generator(lambda: kept(*self._position), output_signature=spec)
-        if stream.division and parts.num_parts > 1 and not keeps_batches:
+        if stream.division and parts.num_parts > 1:
             rows = stream.division.of_rank(parts)
         elif not self.is_even:
             rows = rows.map(lambda *batch: _with_header(batch[0] if len(batch) == 1 else batch, parts, stream.is_shard))
-        self.dataset = ahead(rows)
-        stream.rows = None if keeps_batches else self.dataset
+        self.dataset = stream.rows = ahead(rows)
 
     def __call__(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
         """Iterator over the batches of an epoch from a step on. Epochs must be asked for in order."""
-        if self._kept is None:
-            return self.stream.iterator(epoch, first_step)
-        self._position = epoch, first_step
-        return iter(self.dataset)
+        return self.stream.iterator(epoch, first_step)
 
 
 def _advance() -> None:

@@ -30,7 +30,7 @@ def job_of(
 ) -> Job:
     """Makes a compiled model ready for several ranks; notes what these must have in common. Collective."""
     train, test = data_set.train, data_set.test
-    facts = _facts_of(run, given, train)
+    facts = _facts_of(run, given, train, test)
     validation = _validation_of(given, test, batch_size, prefix)
     unlike = script_model.build(run, model, train, batch_size, facts)
     # Last: the tracing before it replaces parts of the step.
@@ -128,7 +128,7 @@ def _checksums(run: Run, model: keras.Model, data_set: data.DataSet) -> tuple[di
     return checksums, of_name
 
 
-def _facts_of(run: Run, given: data.FitArguments, train: data.NumberedRows | data.Stream) -> set[str]:
+def _facts_of(run: Run, given: data.FitArguments, train: data.NumberedRows | data.Stream, test: data.Split) -> set[str]:
     """Facts of the data and the arguments of `fit`, for the table of what does not go together."""
     of_horovod = {"BroadcastGlobalVariablesCallback", "MetricAverageCallback"}
     is_shard = given.batch_per_rank or train.is_shard
@@ -137,7 +137,7 @@ def _facts_of(run: Run, given: data.FitArguments, train: data.NumberedRows | dat
         combinations.SEVERAL_RANKS: hvd.size() > 1 and not is_shard,
         combinations.BATCH_PER_RANK: given.batch_per_rank,
         combinations.INITIAL_EPOCH: given.initial_epoch > 0,
-        combinations.UNKNOWN_LENGTH: train.may_end_early,
+        combinations.OWN_BATCHES: isinstance(train, data.Stream) or isinstance(test, data.Stream),
         combinations.HOROVOD_CALLBACKS: any(classes_of(callback) & of_horovod for callback in given.callbacks),
     }
     return {fact for fact, is_so in known.items() if is_so}

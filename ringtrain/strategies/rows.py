@@ -99,9 +99,7 @@ class Rows:
         has_header = run.strategy.shares_state  # one graph for ranks that change, and the same bits with them
         self._batches_of: Any
         if isinstance(self.train, data.Stream):
-            self._batches_of = data.StreamRows(
-                self.train, parts, run.job.model.steps_per_execution, has_header, run.strategy.ranks_change
-            )
+            self._batches_of = data.StreamRows(self.train, parts, run.job.model.steps_per_execution, has_header)
         else:
             numbers = run.job.numbers
             # A call of several steps must not go on with the next epoch.
@@ -131,7 +129,7 @@ class Rows:
         try:
             self._step.__exit__(*error)
         finally:
-            if isinstance(self.train, data.Stream) and not self.run.strategy.ranks_change:
+            if isinstance(self.train, data.Stream):
                 self.train.close()
 
     def __call__(self, epoch: int, first_step: int) -> Iterator[Mapping[str, Any]]:

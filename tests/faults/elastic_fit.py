@@ -7,7 +7,6 @@ import time
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import ringtrain
 import ringtrain.hvd as hvd
@@ -41,15 +40,13 @@ def main() -> None:
     keras.utils.set_random_seed(3)
     x = np.random.default_rng(0).normal(size=(314, 8)).astype("float32")
     y = np.tanh(x.sum(1, keepdims=True))
-    batches = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(320, seed=5).batch(16)
     hidden = [keras.layers.Dense(16, "relu"), keras.layers.Dropout(0.2), keras.layers.BatchNormalization()]
     model = keras.Sequential([*hidden, keras.layers.Dense(1)])
     model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     counting = Counting(int(sys.argv[1]))
     reducing = keras.callbacks.ReduceLROnPlateau("loss", patience=1)
-    history = ringtrain.fit(
-        model, batches, name="run", epochs=6, callbacks=[counting, reducing], validation_data=(x[:50], y[:50])
-    )
+    more = {"callbacks": [counting, reducing], "validation_data": (x[:50], y[:50])}
+    history = ringtrain.fit(model, x, y, name="run", batch_size=16, epochs=6, **more)
     seen = f"{counting.begins} {counting.steps} {counting.epochs}"
     print(f"RESULT {history.checksum} {history.history} {seen}", flush=True)
 

@@ -47,7 +47,7 @@ def changes(folder: Path) -> list[tuple[int, int]]:
 
 
 def test_two_deaths_and_what_comes_back_change_no_bit(tmp_path: Path) -> None:
-    """Shuffled batches, dropout, batch normalization, and callbacks with a state."""
+    """Shuffled rows, dropout, batch normalization, and callbacks with a state."""
     virtual = {"train.virtual_ranks": 4}
     alone = run(0, [sys.executable, SCRIPT, "1"], TIMEOUT_S, told(tmp_path / "alone", **virtual), warm=True)
     (expected,) = re.findall("RESULT (.*)", alone.stdout)
