@@ -42,7 +42,7 @@ class DataConfig:
     """Training and test data."""
 
     name: str = "digits"
-    """digits, fashion-mnist, mnist, cifar10, npz, image-folder, imagenet-tfrecords, records, synthetic, spark, or
+    """digits, fashion-mnist, mnist, npz, image-folder, imagenet-tfrecords, records, synthetic, spark, or
     module:function"""
     dir: Annotated[str, needs_other("data.name", "digits", "spark", "synthetic")] = ""
     """folder with the data's files; empty: fashion-mnist and mnist look in Debian's folder"""
@@ -68,8 +68,8 @@ class DataConfig:
     """height and width in pixels of generated images (0: 28) and of images read from files (0: 224)"""
     num_classes: Annotated[int, AT_LEAST_0, needs("data.name", "npz", "imagenet-tfrecords", "records")] = 0
     """number of classes; labels start at 0, those of ImageNet at 1. 0: as in the data"""
-    augment: Annotated[bool, needs("data.name", "cifar10", "image-folder", "imagenet-tfrecords")] = True
-    """random crops and flips of training images, for cifar10 and image files; off: centre crops of image files"""
+    augment: Annotated[bool, needs("data.name", "image-folder", "imagenet-tfrecords")] = True
+    """random crops and flips of training images from files; off: centre crops"""
 
 
 @dataclass(frozen=True)

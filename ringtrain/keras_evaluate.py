@@ -158,9 +158,9 @@ def _on_parts(
                 tf.function(step).get_concrete_function(batches.element_spec)
 
         def read() -> Any:
-            held_out.begin_evaluation(0)
+            held_out.begin_evaluation()
             result = compute(held_out, numbers, batches, of_rank)
-            held_out.end_evaluation()
+            held_out.end()
             if numbers and not of_rank.num_calls:
                 name = f"{type(model).__name__} has a {method} of its own"
                 raise ConfigError(f"ringtrain.{method}: {name} that does not call super().{method}")
@@ -173,11 +173,11 @@ def _on_parts(
 
 def _agreed(given: data.FitArguments) -> tuple[data.Split, int]:
     """Data of all ranks, and the rows of a batch. Collective."""
-    of_rank_0 = data.why_rank_0(given.x)
+    (x,) = data.for_all_ranks(given.x)
 
     def read() -> tuple[data.Split, int, int]:
         _, steps = keras_fit.within_limits_of_keras(1, given.steps_per_epoch)
-        held_out, num_rows = data.to_evaluate(replace(given, steps_per_epoch=steps), of_rank_0)
+        held_out, num_rows = data.to_evaluate(replace(given, x=x, steps_per_epoch=steps))
         checksum = 0
         if not held_out.is_shard:
             checksum = held_out.checksum()

@@ -53,7 +53,7 @@ def fit(
     callbacks: Sequence[keras.callbacks.Callback] | keras.callbacks.CallbackList | None = None,
     validation_split: float = 0.0,
     validation_data: Any = None,
-    shuffle: bool | str = True,
+    shuffle: bool = True,
     class_weight: Mapping[int, float] | None = None,
     sample_weight: Any = None,
     initial_epoch: int = 0,

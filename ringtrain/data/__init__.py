@@ -1,7 +1,7 @@
 """Data by name, module:function or as arguments of Keras' fit, and the rows of each rank as tf.data pipelines.
 
 dataset:        training and test data of a run
-sources:        data by name: digits, MNIST, CIFAR-10, images, synthetic, npz
+sources:        data by name: digits, MNIST, images, synthetic, npz
 classes:        arrays with an integer class for each row
 spark_rows:     rows that Spark streams to this rank
 arrays:         arrays as Keras' fit takes them, and a rank's rows of each global batch
@@ -29,7 +29,7 @@ from ringtrain.data.arrays import Arrays, NoSamples, NumberedRows, RowBatches
 from ringtrain.data.dataset import DataSet, Split, evaluation_batches
 from ringtrain.data.fit_arguments import BATCH_SIZE, FitArguments, is_nest, with_batch_sizes
 from ringtrain.data.from_rank_0 import FromRank0, packed
-from ringtrain.data.inputs import inputs, shapes_of, to_evaluate, why_rank_0
+from ringtrain.data.inputs import for_all_ranks, inputs, shapes_of, to_evaluate
 from ringtrain.data.parts import Header, Parts, rows_of
 from ringtrain.data.python_calls import text_of_data_error
 from ringtrain.data.records import Records

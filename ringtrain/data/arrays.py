@@ -14,7 +14,7 @@ from ringtrain.data import augment, row_order
 from ringtrain.data.dataset import Split, ahead, spaced
 from ringtrain.data.parts import Header, Parts
 from ringtrain.data.python_calls import of_tensorflow, tensors_of
-from ringtrain.data.row_order import Order, order_within_batches
+from ringtrain.data.row_order import Order
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -32,8 +32,8 @@ class NumberedRows(Split):
 
     kind, on_resume = "", "nothing is read again"
     is_in_memory = True
-    shuffle: bool | str = False
-    """True: another order in every epoch; "batch": of the rows of each global batch"""
+    shuffle = False
+    """whether every epoch has another order"""
     _num_samples = 0
 
     def __len__(self) -> int:
@@ -51,8 +51,6 @@ class NumberedRows(Split):
 
     def order_of_pass(self, global_batch_size: int, seed: int, epoch: int) -> Order:
         """Order of the rows in an epoch, in batches of this size and a last, smaller one."""
-        if self.shuffle == "batch":
-            return order_within_batches(len(self), global_batch_size, seed, epoch)
         if self.shuffle:
             return self._shuffled(global_batch_size, seed, epoch)
         return Order(np.arange(len(self)), global_batch_size)
@@ -77,7 +75,7 @@ class Arrays(NumberedRows):
         y: Any = None,
         sample_weight: Any = None,
         class_weight: Any = None,
-        shuffle: bool | str = False,
+        shuffle: bool = False,
         transform: augment.Transform | None = None,
     ) -> None:
         from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter

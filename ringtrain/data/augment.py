@@ -36,14 +36,12 @@ def draw_of(seed: int | None, epoch: tf.Tensor) -> tf.Tensor | None:
     return tf.stack([tf.constant(seed, tf.int64), epoch])
 
 
-def pixels(batch: Any, numbers: tf.Tensor, draw: tf.Tensor | None, num_rows: int = 0, padding: int = 0) -> Any:
-    """Converts images, uint8 from 0 to 255, to floats from 0 to 1; `padding`: shifts and flips them in training."""
+def pixels(batch: Any, numbers: tf.Tensor, draw: tf.Tensor | None) -> Any:
+    """Converts images, uint8 from 0 to 255, to floats from 0 to 1."""
     import keras
     import tensorflow as tf
 
     images, labels = batch
-    if draw is not None and padding:
-        images = shifted(images, numbers, num_rows, padding, draw)  # num_rows: of all training data
     return tf.cast(images, keras.config.floatx()) * (1 / 255), labels
 
 
@@ -101,20 +99,6 @@ def picture(encoded: tf.Tensor, size: int, seed: tf.Tensor | None) -> tf.Tensor:
     rows = tf.reshape(image, [size, 3 * size])
     rows = (rows / 255 - tf.tile(tf.constant(MEAN), [size])) / tf.tile(tf.constant(DEVIATION), [size])
     return tf.reshape(rows, [size, size, 3])
-
-
-def shifted(images: tf.Tensor, numbers: tf.Tensor, num_samples: int, padding: int, seed: tf.Tensor) -> tf.Tensor:
-    """Shifts images by up to `padding` pixels, flips half of them: He et al. 2015, arXiv 1512.03385, section 4.2."""
-    import tensorflow as tf
-
-    height, width = images.shape[1:3]
-    # By sample number, int64 [batch], whatever batch a sample is in.
-    draws = tf.gather(tf.random.stateless_uniform([num_samples, 3], seed), numbers)
-    top, left = (tf.cast(draws[:, axis] * (2 * padding + 1), tf.int32) for axis in (0, 1))
-    columns = tf.where(draws[:, 2:] < 0.5, tf.range(width), tf.range(width - 1, -1, -1)) + left[:, tf.newaxis]
-    rows = tf.range(height) + top[:, tf.newaxis]
-    padded = tf.pad(images, [[0, 0], [padding, padding], [padding, padding], [0, 0]])
-    return tf.gather(tf.gather(padded, rows, batch_dims=1), columns, axis=2, batch_dims=1)
 
 
 def _centre(shape: tf.Tensor) -> tf.Tensor:

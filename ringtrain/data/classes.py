@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,7 @@ from ringtrain.data.dataset import DataSet
 from ringtrain.errors import DataError
 
 
-def checked(
-    name: str, train: tuple[Any, Any], test: tuple[Any, Any], num_classes: int = 0, padding: int = 0
-) -> DataSet:
+def checked(name: str, train: tuple[Any, Any], test: tuple[Any, Any], num_classes: int = 0) -> DataSet:
     """Checks inputs [rows, ...] and labels [rows] or [rows, 1]; raises DataError if they are invalid."""
     splits = []
     largest = 0
@@ -53,8 +50,8 @@ def checked(
             f"{name}: a training sample has shape {shapes[0]}, a test sample {shapes[1]}: expected the same"
         )
     transform = None
-    if splits[0][0].dtype == np.uint8:  # pixels: floats from 0 to 1, and in training shifted by `padding` and flipped
-        transform = functools.partial(augment.pixels, num_rows=len(splits[0][0]), padding=padding)
+    if splits[0][0].dtype == np.uint8:
+        transform = augment.pixels
     rows = [Arrays(*split, shuffle=True, transform=transform) for split in splits]
     return DataSet(rows[0], rows[1], num_classes or largest + 1, shapes[0], of_classes=True)
 

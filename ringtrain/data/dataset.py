@@ -47,20 +47,14 @@ class Split:
         """Batches with these numbers, if samples are stored in batches."""
         return None
 
-    def begin_evaluation(self, number: int) -> None:
-        """Begins to read for an evaluation, counted from 0."""
+    def begin_evaluation(self) -> None:
+        """Begins to read for an evaluation."""
 
-    def end_evaluation(self) -> None:
-        """Reads what is left, as the other ranks do."""
+    def end(self, was_stopped: bool = False) -> None:
+        """Ends an epoch, which a callback may have stopped early, or an evaluation.
 
-    def pass_over(self, epoch: int, was_stopped: bool = False) -> None:
-        """Does to shuffles and hooks what an epoch, from 0, has done; `was_stopped`: a callback has ended it early."""
-
-    def pass_over_evaluation(self, number: int) -> None:
-        """Does to them what an evaluation has done, counted from 0."""
-
-    def end_epoch(self, epoch: int, was_stopped: bool = False) -> None:
-        """Does to them what Keras does at the end of an epoch of training, before its evaluation."""
+        Leaves shuffles, caches and hooks as one process does. Of one that an earlier process has read, nothing is open.
+        """
 
     def checksum(self) -> int:
         """Checksum by which ranks compare their data; without one, the number of samples."""

@@ -14,12 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.data.parts import Header, Parts, num_rows_of
+from ringtrain.data.parts import Header, Parts
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
 IGNORE_EXTERNAL_STATE = 1
+NUM_AT_ONCE = 2
+"""batches whose rows a rank makes at the same time"""
 NUM_SHUFFLED = 16
 """rows that shuffles of a copy hold"""
 MAX_BYTES = 2**26
@@ -52,15 +54,21 @@ class Division:
 
     def of_rank(self, parts: Parts) -> tf.data.Dataset:
         """Elements (Header, rows of a rank's parts) for each batch of the whole pipeline."""
+        import tensorflow as tf
+
         size = int(self.batch._batch_size)
         batches = self.rows.batch(size, drop_remainder=bool(self.batch._drop_remainder))
         own = batches.map(lambda *batch: parts.cut(batch[0] if len(batch) == 1 else batch))
-        # Maps need rows; each takes the header of its batch along.
-        own = own.map(lambda header, part: (_of_each_row(header, part), part)).unbatch()
-        for earlier in self.maps:
-            own = _mapped(own, earlier)
-        own = own.batch(len(parts.places(size)))
-        own = own.map(lambda headers, part: (_header_of(headers), part))
+
+        def mapped(header: Header, part: Any) -> tf.data.Dataset:
+            rows = tf.data.Dataset.from_tensor_slices(part)
+            for earlier in self.maps:
+                rows = _mapped(rows, earlier)
+            rows = rows.batch(len(parts.places(size)))
+            return tf.data.Dataset.zip(tf.data.Dataset.from_tensors(header), rows)
+
+        plain = tf.autograph.experimental.do_not_convert(mapped)
+        own = own.interleave(plain, NUM_AT_ONCE, num_parallel_calls=NUM_AT_ONCE, deterministic=True)
         return own.repeat(self.num_passes).with_options(self.whole.options())
 
 
@@ -118,36 +126,19 @@ def _are_of_one_shape(rows: Any) -> bool:
     return all(isinstance(spec, tf.TensorSpec) and spec.shape.is_fully_defined() for spec in specs)
 
 
-def _mapped(dataset: tf.data.Dataset, earlier: Any) -> tf.data.Dataset:
-    """Elements (header, value) with the function of an earlier map, as it is traced, applied to the value."""
+def _mapped(rows: tf.data.Dataset, earlier: Any) -> tf.data.Dataset:
+    """Rows to which the function of an earlier map, as it is traced, is applied."""
     from tensorflow.python.data.util import structure
 
-    function, spec = earlier._map_func, dataset.element_spec[1]
+    function, spec = earlier._map_func, rows.element_spec
     calls = getattr(earlier, "_num_parallel_calls", None)
 
-    def applied(header: Any, value: Any) -> Any:
+    def applied(*row: Any) -> Any:
+        value = row if isinstance(spec, tuple) else row[0]
         result = function.function(*structure.to_tensor_list(spec, value))
-        return header, structure.from_compatible_tensor_list(function.output_structure, result)
+        return structure.from_compatible_tensor_list(function.output_structure, result)
 
-    return dataset.map(applied, num_parallel_calls=None if calls is None else int(calls))
-
-
-def _of_each_row(header: Header, part: Any) -> tf.Tensor:
-    """A header for each row of a part, float64 [rows, numbers]: one tensor, as each row costs time per tensor."""
-    import tensorflow as tf
-
-    numbers = tf.concat([header.shares, tf.cast(header.rows, tf.float64), header.fingerprint[None]], 0)
-    num_rows = num_rows_of(tf.nest.flatten(part)[0])
-    return tf.repeat(numbers[None], num_rows, 0)
-
-
-def _header_of(headers: tf.Tensor) -> Header:
-    """The header that each row of `_of_each_row` has."""
-    import tensorflow as tf
-
-    numbers = headers[0]
-    num_parts = headers.shape[1] // 2
-    return Header(numbers[:num_parts], tf.cast(numbers[num_parts:-1], tf.int64), numbers[-1])
+    return rows.map(applied, num_parallel_calls=None if calls is None else int(calls))
 
 
 # ---- copies of pipelines with a state of their own, and what their parts are -----------------------------------------
@@ -184,16 +175,15 @@ def caches_in_file(dataset: tf.data.Dataset) -> bool:
     return is_cache or type(dataset).__name__ == "_SnapshotDataset" or any(map(caches_in_file, dataset._inputs()))
 
 
-def share_a_shuffle(first: Any, second: Any) -> bool:
-    """Returns whether an iteration of one pipeline changes the order of the other, of whose inputs a shuffle is."""
+def share_a_shuffle(*sources: Any) -> bool:
+    """Returns whether an iteration of one of two pipelines may change the order of the other."""
     import tensorflow as tf
 
-    def shuffles(dataset: Any) -> set[int]:
-        own = {id(dataset)} if type(dataset).__name__ == "_ShuffleDataset" else set()
-        return own.union(*map(shuffles, dataset._inputs()))
-
-    are_both = isinstance(first, tf.data.Dataset) and isinstance(second, tf.data.Dataset)
-    return are_both and not shuffles(first).isdisjoint(shuffles(second))
+    shuffles = [shuffles_of(source) for source in sources if isinstance(source, tf.data.Dataset)]
+    if len(shuffles) < 2:
+        return False
+    first, second = shuffles
+    return first is None or second is None or any(one is other for one in first for other in second)
 
 
 def state_of(function: Any) -> str:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class FromRank0:
     """Marks batches for `ringtrain.fit`; see `from_rank_0`."""
 
-    def __init__(self, batches: Any) -> None:
-        self.batches = batches
+    def __init__(self, batches: Any, why: str = "") -> None:
+        self.batches, self.why = batches, why  # a phrase; "": the script wants it
 
 
 def from_rank_0(batches: Any) -> FromRank0:
@@ -41,7 +41,7 @@ class StreamOfRank0(Stream):
 
     is_of_rank_0 = True
 
-    def __init__(self, source: Callable[[], Stream]) -> None:
+    def __init__(self, source: Callable[[], Stream], why: str = "") -> None:
         import tensorflow as tf
 
         self._source: Any = Split()  # on other ranks, without batches
@@ -53,15 +53,16 @@ class StreamOfRank0(Stream):
 
         kind, spec, facts = read_on_rank_0(read)
         self.num_batches, self.batch_size, self.on_resume, self.may_end_early, self.is_endless = facts
-        self.kind = f"{kind} of rank 0"
+        self.kind = kind if why else f"{kind} of rank 0"
+        self.why_rank_0 = why
         self.dataset = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
 
     def close(self) -> None:
         if isinstance(self._source, Stream):
             self._source.close()
 
-    def end_epoch(self, epoch: int, was_stopped: bool = False) -> None:
-        self._source.end_epoch(epoch, was_stopped)
+    def end(self, was_stopped: bool = False) -> None:
+        self._source.end(was_stopped)
 
     def shard(self, number: int, num_shards: int, whole: int = 1) -> range:
         return range(0 if number else len(self))
@@ -70,17 +71,8 @@ class StreamOfRank0(Stream):
         part: tf.data.Dataset | None = self._source.part(numbers)
         return self.dataset if part is None else part
 
-    def begin_evaluation(self, number: int) -> None:
-        self._source.begin_evaluation(number)
-
-    def end_evaluation(self) -> None:
-        self._source.end_evaluation()
-
-    def pass_over(self, epoch: int, was_stopped: bool = False) -> None:
-        self._source.pass_over(epoch, was_stopped)
-
-    def pass_over_evaluation(self, number: int) -> None:
-        self._source.pass_over_evaluation(number)
+    def begin_evaluation(self) -> None:
+        self._source.begin_evaluation()
 
     def iterator(self, epoch: int, first_step: int) -> Iterator[Any]:
         import tensorflow as tf

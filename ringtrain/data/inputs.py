@@ -24,7 +24,6 @@ from ringtrain.errors import DataError
 
 NUM_COMPARED = 2
 """batches, which show whether a pipeline gives the same ones again"""
-IN_A_FILE = "as one process alone can write the file of cache()"
 _read_by_rank_0: weakref.WeakSet[Any] = weakref.WeakSet()
 """pipelines whose shuffles the other ranks have not read"""
 
@@ -48,47 +47,29 @@ def shapes_of(train: NumberedRows | Stream) -> tuple[Any, int]:
 
 
 def inputs(given: FitArguments, batch_size: int) -> tuple[NumberedRows | Stream, Split]:
-    """Returns training and validation data; raises DataError for what `fit` cannot divide over ranks."""
-    if isinstance(given.shuffle, str) and given.shuffle != "batch":
-        raise DataError(f'ringtrain.fit: got shuffle {given.shuffle!r}, expected True, False or "batch"')
-    how = (given.class_weight, given.steps_per_epoch, given.num_epochs, bool(given.shuffle), given.seed)
-    of_rank_0, why_held_out = why_rank_0(given.x), why_rank_0(given.validation_data)
-    if division.share_a_shuffle(given.x, given.validation_data):
-        of_rank_0 = why_held_out = of_rank_0 or why_held_out
-        _read_by_rank_0.update([given.x, given.validation_data] if of_rank_0 else [])
-    if why_held_out:
-        given = replace(given, validation_data=FromRank0(given.validation_data))
-    x = FromRank0(given.x) if of_rank_0 else given.x
-    stream = _shard(x, *how) if callable(x) else _stream(x, *how)
-    if stream:
-        if of_rank_0:
-            stream.kind, stream.why_rank_0 = "tf.data.Dataset", of_rank_0
-        _check_stream(stream, given)
-        if not stream.is_shard and not isinstance(x, FromRank0):
-            _divide(stream)
-        held_out = _held_out(given.validation_data, given, batch_size, why_held_out)
-        if given.max_steps:
-            if given.max_steps < stream.num_batches:
-                stream.num_batches, stream.may_end_early = given.max_steps, False
-            held_out = _shortened(held_out, given.max_steps, batch_size)
-        return stream, held_out
-    train, validation_data = _rows(given)
-    if not len(train):
-        raise DataError("ringtrain.fit: got no training samples, expected at least one")
-    if not given.max_steps:
-        _check_steps(given, math.ceil(len(train) / batch_size), batch_size)
-        return train, _held_out(validation_data, given, batch_size, why_held_out)
-    num_steps = given.max_steps
-    if given.steps_per_epoch:  # a pass over the arrays has whole epochs
-        num_batches = math.ceil(len(train) / batch_size)
-        num_steps = given.steps_per_epoch * max(1, min(given.num_epochs, num_batches // given.steps_per_epoch))
-    return (
-        _shortened(train, num_steps, batch_size),
-        _shortened(_held_out(validation_data, given, batch_size, why_held_out), given.max_steps, batch_size),
-    )
+    """Returns training and validation data; raises DataError for what `fit` cannot divide over ranks. Collective."""
+    from ringtrain import hvd
+
+    if given.shuffle not in (True, False):
+        raise DataError(f"ringtrain.fit: got shuffle {given.shuffle!r}, expected True or False")
+    x, held_out = for_all_ranks(given.x, given.validation_data)
+    given = replace(given, x=x, validation_data=held_out)
+    train: Any = _shard(given) if callable(x) else _stream(x, given)
+    if train:
+        _check_stream(train, given)
+        if hvd.is_initialized() and hvd.size() > 1 and not train.is_shard and not train.is_of_rank_0:
+            train.divide()
+    else:
+        given = _without_split(given)
+        train = _rows(given, batch_size)
+    test = _held_out(given.validation_data, given, batch_size)
+    if given.max_steps:
+        train = _shortened(train, given.steps_per_epoch or given.max_steps, batch_size)
+        test = _shortened(test, given.max_steps, batch_size)
+    return train, test
 
 
-def to_evaluate(given: FitArguments, of_rank_0: str) -> tuple[Split, int]:
+def to_evaluate(given: FitArguments) -> tuple[Split, int]:
     """Data of `ringtrain.evaluate` and `ringtrain.predict`, and the rows of a batch, 1 if these are batches."""
     import tensorflow as tf
 
@@ -103,13 +84,11 @@ def to_evaluate(given: FitArguments, of_rank_0: str) -> tuple[Split, int]:
         x = x(hvd.rank(), hvd.size())
     if isinstance(x, list | np.ndarray) and len(x) and isinstance(x[0], str):  # which the tasks of KerasHub take
         x = tf.constant(x)
-    if of_rank_0:  # why, as `why_rank_0` returns it
-        x = FromRank0(x)
     if not is_batches(x) or given.y is not None or given.sample_weight is not None:
         x = x, given.y, given.sample_weight
     held_out = FitArguments(validation_data=x, validation_steps=steps, validation_batch_size=batch_size)
     held_out = with_batch_sizes(held_out)
-    split = _held_out(x, held_out, BATCH_SIZE, of_rank_0)
+    split = _held_out(x, held_out, BATCH_SIZE)
     split.is_shard = is_shard
     if isinstance(split, Stream):
         return split, 1
@@ -118,25 +97,27 @@ def to_evaluate(given: FitArguments, of_rank_0: str) -> tuple[Split, int]:
     return split, held_out.validation_batch_size or BATCH_SIZE
 
 
-def _divide(stream: Stream) -> None:
-    """Lets each rank make its own rows of a stream alone, if its pipeline is plain."""
-    from ringtrain import hvd
-
-    if not hvd.is_initialized() or hvd.size() == 1:
-        return
-    if stream.kind == "tf.data.Dataset":
-        stream.division, stream.why_whole = division.division_of(stream.dataset)
-    else:
-        stream.why_whole = f"a {stream.kind} makes whole batches"
+# ---- rows by number --------------------------------------------------------------------------------------------------
 
 
-def _rows(given: FitArguments) -> tuple[NumberedRows, Any]:
-    """Training data that are no batches, and validation data as arguments."""
+def _without_split(given: FitArguments) -> FitArguments:
+    """Arguments with validation data in place of a part of the training data."""
     from keras.src.trainers.data_adapters import array_slicing
 
-    x, y, weight, held_out = given.x, given.y, given.sample_weight, given.validation_data
+    if not given.validation_split or given.validation_data is not None or isinstance(given.x, Records):
+        return given
+    _check_arrays("x", given.x)
+    arrays = given.x, given.y, given.sample_weight
+    (x, y, weight), held_out = array_slicing.train_validation_split(arrays, validation_split=given.validation_split)
+    return replace(given, x=x, y=y, sample_weight=weight, validation_data=held_out)
+
+
+def _rows(given: FitArguments, batch_size: int) -> NumberedRows:
+    """Training data that are no batches."""
+    x, held_out = given.x, given.validation_data
+    rows: NumberedRows
     if isinstance(x, Records):
-        if y is not None or weight is not None or given.validation_split:
+        if given.y is not None or given.sample_weight is not None or given.validation_split:
             raise DataError(
                 "ringtrain.fit: got Records with y, sample_weight or validation_split: name the columns in Records"
                 " (target, weight), and pass other Records as validation_data"
@@ -146,26 +127,15 @@ def _rows(given: FitArguments) -> tuple[NumberedRows, Any]:
                 f"ringtrain.fit: got training data with the classes {x.class_names} and validation data with"
                 f" {held_out.class_names}: give both the same class_names"
             )
-        return RecordRows(x, given.shuffle, given.class_weight), held_out
-    _check_arrays("x", x)
-    if given.validation_split and held_out is None:
-        (x, y, weight), held_out = array_slicing.train_validation_split(
-            (x, y, weight), validation_split=given.validation_split
-        )
-    return Arrays(x, y, weight, given.class_weight, shuffle=given.shuffle), held_out
-
-
-def _shortened(split: Any, num_steps: int, batch_size: int) -> Any:
-    """The first rows of arrays, or batches of a stream. The last batch keeps the size that the job's last one has."""
-    if isinstance(split, Stream):
-        split.num_batches = min(split.num_batches, num_steps)
-        return split
-    if not isinstance(split, NumberedRows):
-        return split
-    whole, rest = divmod(len(split), batch_size)
-    if whole + (rest > 0) <= num_steps:
-        return split
-    return split.first((num_steps - 1) * batch_size + (rest or batch_size))
+        rows = RecordRows(x, given.shuffle, given.class_weight)
+    else:
+        _check_arrays("x", x)
+        rows = Arrays(x, given.y, given.sample_weight, given.class_weight, shuffle=given.shuffle)
+    if not len(rows):
+        raise DataError("ringtrain.fit: got no training samples, expected at least one")
+    if not given.max_steps:
+        _check_steps(given, math.ceil(len(rows) / batch_size), batch_size)
+    return rows
 
 
 def _check_steps(given: FitArguments, num_batches: int, batch_size: int) -> None:
@@ -180,27 +150,89 @@ def _check_steps(given: FitArguments, num_batches: int, batch_size: int) -> None
         )
 
 
-def why_rank_0(x: Any) -> str:
-    """Why rank 0 must read data for all ranks, as a phrase; "": it need not. Collective."""
+def _check_arrays(argument: str, nest: Any) -> None:
+    import keras
+
+    kinds = [type(leaf) for leaf in keras.tree.flatten(nest) if leaf is not None]
+    wrong = [kind for kind in kinds if not _is_array(kind)]
+    if wrong or not kinds:
+        kind = f"{wrong[0].__module__}.{wrong[0].__name__}" if wrong else "nothing"
+        raise DataError(
+            f"ringtrain.fit: got {kind} for {argument}, expected arrays in memory (NumPy, tensors or pandas, also in"
+            f" dicts and tuples), ringtrain.Records, a tf.data.Dataset, a PyDataset or a generator, or a function of"
+            f" rank and number of ranks that returns one"
+        )
+
+
+def _is_array(kind: type) -> bool:
+    return hasattr(kind, "shape") and (hasattr(kind, "__array__") or hasattr(kind, "dtype"))
+
+
+def _shortened(split: Any, num_steps: int, batch_size: int) -> Any:
+    """The first batches. The last one of arrays keeps the size that the job's last one has."""
+    if isinstance(split, Stream) and num_steps < split.num_batches:
+        split.num_batches, split.may_end_early = num_steps, False
+    elif isinstance(split, NumberedRows) and num_steps < math.ceil(len(split) / batch_size):
+        return split.first((num_steps - 1) * batch_size + (len(split) % batch_size or batch_size))
+    return split
+
+
+def _held_out(held_out: Any, given: FitArguments, batch_size: int) -> Split:
+    """Validation data."""
+    import keras
+
+    if held_out is None:
+        return NoSamples()
+    stream = _stream(held_out, given, is_held_out=True)
+    if stream:
+        return stream
+    if isinstance(held_out, FromRank0):
+        held_out = held_out.batches  # of one process
+    samples: NumberedRows
+    if isinstance(held_out, Records):
+        samples = RecordRows(held_out)
+    else:
+        _check_arrays("held-out data", held_out)
+        samples = Arrays(*keras.utils.unpack_x_y_sample_weight(held_out))
+    rows = given.validation_batch_size or batch_size
+    return samples.first(given.validation_steps * rows) if given.validation_steps else samples
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+def for_all_ranks(*sources: Any) -> list[Any]:
+    """The sources, of which rank 0 reads for all what ranks would read differently. Collective."""
     import tensorflow as tf
 
     from ringtrain import hvd
 
     if not hvd.is_initialized() or hvd.size() == 1 or hvd.elastic.is_on():
+        return [*sources]
+    of_ranks = hvd.allgather_object([_why_rank_0(source) for source in sources], name="ringtrain_why_rank_0")
+    reasons = [next(filter(None, of_source), "") for of_source in zip(*of_ranks, strict=True)]
+    if any(reasons) and division.share_a_shuffle(*sources):
+        reasons = [next(filter(None, reasons))] * len(reasons)
+    marked = []
+    for source, why in zip(sources, reasons, strict=True):
+        one = FromRank0(source, why) if why else source
+        if isinstance(one, FromRank0) and isinstance(one.batches, tf.data.Dataset):
+            _read_by_rank_0.add(one.batches)
+        marked.append(one)
+    return marked
+
+
+def _why_rank_0(x: Any) -> str:
+    """Why rank 0 must read data for all ranks, as a phrase; "": it need not."""
+    import tensorflow as tf
+
+    if not isinstance(x, tf.data.Dataset):
         return ""
-    pipeline, why = x.batches if isinstance(x, FromRank0) else x, ""
-    if isinstance(x, tf.data.Dataset):
-        if x in _read_by_rank_0:
-            why = "which alone has read it before"
-        elif division.caches_in_file(x):
-            why = IN_A_FILE
-        elif _is_random(x):
-            why = "as each iteration of the first batches gives others"
-    whys = hvd.allgather_object(why, name="ringtrain_why_rank_0")
-    why = next(filter(None, whys), "")
-    if isinstance(pipeline, tf.data.Dataset) and (why or x is not pipeline):
-        _read_by_rank_0.add(pipeline)
-    return why
+    if x in _read_by_rank_0:
+        return "which alone has read it before"
+    if division.caches_in_file(x):
+        return "as one process alone can write the file of cache()"
+    return "as each iteration of the first batches gives others" if _is_random(x) else ""
 
 
 def _is_random(dataset: Any) -> bool:
@@ -221,47 +253,101 @@ def _is_random(dataset: Any) -> bool:
     return contents[0] != contents[1]
 
 
-def _held_out(held_out: Any, given: FitArguments, batch_size: int, why_rank_0: str = "") -> Split:
-    """Validation data."""
+def _stream(x: Any, given: FitArguments, is_held_out: bool = False) -> Stream | None:
+    """Stream of a dataset, PyDataset or generator to train, or to evaluate; None for others. Collective."""
     import keras
     import tensorflow as tf
 
     from ringtrain import hvd
 
-    if held_out is None:
-        return NoSamples()
-    steps = given.validation_steps
-    if isinstance(held_out, FromRank0) and hvd.size() > 1:
-        source = held_out.batches
-        of_rank_0 = StreamOfRank0(lambda: _batches(_held_out(source, given, batch_size)))
-        of_rank_0.why_rank_0 = why_rank_0
-        return of_rank_0
-    held_out = held_out.batches if isinstance(held_out, FromRank0) else held_out
-    if isinstance(held_out, GeneratorType):
-        return _generated(held_out, steps)
-    is_endless = isinstance(held_out, tf.data.Dataset) and held_out.cardinality() == tf.data.INFINITE_CARDINALITY
-    if not steps and (is_endless or (isinstance(held_out, keras.utils.PyDataset) and held_out.num_batches is None)):
-        raise DataError("ringtrain.fit: got held-out data without an end, expected a number of steps with it")
-    stream = _stream(held_out, None, None, 1, False, given.seed, take=steps)
-    if stream:
-        stream.is_held_out = True
-        return stream
-    samples: NumberedRows
-    if isinstance(held_out, Records):
-        samples = RecordRows(held_out)
+    if isinstance(x, FromRank0) and hvd.size() > 1:
+        return StreamOfRank0(lambda: _batches(_stream(x.batches, given, is_held_out)), x.why)
+    x = x.batches if isinstance(x, FromRank0) else x
+    make: Callable[..., Stream]
+    if isinstance(x, tf.data.Dataset):
+        make = _of_dataset
+    elif isinstance(x, GeneratorType):
+        make = _kept if is_held_out else _generated
+    elif isinstance(x, keras.utils.PyDataset):
+        make = _of_py_dataset
     else:
-        _check_arrays("held-out data", held_out)
-        samples = Arrays(*keras.utils.unpack_x_y_sample_weight(held_out))
-    rows = given.validation_batch_size or batch_size
-    return samples.first(steps * rows) if steps else samples
+        return None
+    if is_held_out:  # an evaluation is one iteration, or some steps of it
+        given = replace(given, class_weight=None, shuffle=False, steps_per_epoch=None)
+    else:
+        given = replace(given, validation_steps=None)
+    stream = make(x, given)
+    stream.is_held_out = is_held_out
+    return stream
 
 
-def _shard(function: Callable[[int, int], Any], *how: Any) -> Stream:
-    """Stream of the batches that `function`, of rank and number of ranks, returns for this rank alone."""
+def _batches(source: Any) -> Stream:
+    if not isinstance(source, Stream):
+        raise DataError("from_rank_0: expected batches; of arrays, pass all to fit, on every rank")
+    return source
+
+
+def _of_dataset(x: Any, given: FitArguments) -> Stream:
+    from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+
+    dataset, steps = TFDatasetAdapter(x, class_weight=given.class_weight)._dataset, given.validation_steps
+    stream = Stream("tf.data.Dataset", _taken(dataset, steps), given.steps_per_epoch, given.num_epochs, _batch_size(x))
+    if steps and int(dataset.cardinality()) != steps:
+        stream.has_unread = False
+    return stream
+
+
+def _taken(dataset: Any, steps: int | None) -> Any:
+    return dataset.take(steps) if steps else dataset
+
+
+def _generated(x: Any, given: FitArguments) -> Stream:
+    from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+
+    if not given.steps_per_epoch:
+        raise DataError("ringtrain.fit: got a generator without steps_per_epoch, expected the batches of an epoch")
+    if given.class_weight:
+        raise DataError("ringtrain.fit: got class_weight with a generator: let it yield (x, y, sample_weight)")
+    adapter = GeneratorDataAdapter(x)
+    batch_size = num_rows(adapter._first_batches[0])
+    return Stream("generator", adapter.get_tf_dataset(), given.steps_per_epoch, given.num_epochs, batch_size)
+
+
+def _kept(x: Any, given: FitArguments) -> Stream:
+    """The first validation batches of a generator, which can be read once, and every epoch needs again."""
+    import tensorflow as tf
+    from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+
+    if not given.validation_steps:
+        raise DataError("ringtrain.fit: got a generator of held-out data, expected a number of steps with it")
+    dataset = GeneratorDataAdapter(x).get_tf_dataset()
+    spec, batches = dataset.element_spec, [leaves(batch) for batch in dataset.take(given.validation_steps)]
+    again = tf.data.Dataset.from_generator(lambda: (packed(spec, batch) for batch in batches), output_signature=spec)
+    return Stream("generator", again.apply(tf.data.experimental.assert_cardinality(len(batches))))
+
+
+def _of_py_dataset(x: Any, given: FitArguments) -> Stream:
+    import tensorflow as tf
+    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+    steps = given.steps_per_epoch
+    if x.num_batches is None:
+        dataset = PyDatasetAdapter(x, given.class_weight).get_tf_dataset()
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+        return Stream("PyDataset", _taken(dataset, given.validation_steps), steps, given.num_epochs)
+    if steps and steps != x.num_batches:
+        raise DataError(
+            f"ringtrain.fit: got steps_per_epoch {steps} and a PyDataset of {x.num_batches} batches: leave it out"
+        )
+    return PyDatasetStream(x, given.class_weight, given.shuffle, given.seed, given.validation_steps)
+
+
+def _shard(given: FitArguments) -> Stream:
+    """Stream of the batches that a function of rank and number of ranks returns for this rank alone."""
     from ringtrain import hvd
 
-    result = function(hvd.rank(), hvd.size())
-    stream = _stream(result, *how)
+    result = given.x(hvd.rank(), hvd.size())
+    stream = _stream(result, given)
     if stream is None:
         raise DataError(
             f"ringtrain.fit: x is a function, which returned {type(result).__name__}, expected the batches of one rank:"
@@ -271,64 +357,6 @@ def _shard(function: Callable[[int, int], Any], *how: Any) -> Stream:
     stream.may_end_early = False  # on one rank alone, while the others would wait for its gradients
     stream.advice = "batches of a step must have as many rows on every rank: use batch(n, drop_remainder=True)"
     return stream
-
-
-def _stream(
-    x: Any, class_weight: Any, steps: int | None, epochs: int, shuffle: bool, seed: int, take: int | None = None
-) -> Stream | None:
-    """Stream of a dataset, PyDataset or generator; None for others."""
-    import keras
-    import tensorflow as tf
-    from keras.src.trainers.data_adapters import generator_data_adapter, py_dataset_adapter, tf_dataset_adapter
-
-    from ringtrain import hvd
-
-    if isinstance(x, FromRank0) and hvd.size() > 1:
-        return StreamOfRank0(lambda: _batches(_stream(x.batches, class_weight, steps, epochs, shuffle, seed, take)))
-    x = x.batches if isinstance(x, FromRank0) else x
-    if isinstance(x, tf.data.Dataset):
-        dataset = tf_dataset_adapter.TFDatasetAdapter(x, class_weight=class_weight)._dataset
-        stream = Stream("tf.data.Dataset", dataset.take(take) if take else dataset, steps, epochs, _batch_size(x))
-        stream.is_cut = bool(take) and int(dataset.cardinality()) != take
-        return stream
-    if isinstance(x, GeneratorType):
-        if not steps:
-            raise DataError("ringtrain.fit: got a generator without steps_per_epoch, expected the batches of an epoch")
-        if class_weight:
-            raise DataError("ringtrain.fit: got class_weight with a generator: let it yield (x, y, sample_weight)")
-        adapter = generator_data_adapter.GeneratorDataAdapter(x)
-        return Stream("generator", adapter.get_tf_dataset(), steps, epochs, num_rows(adapter._first_batches[0]))
-    if not isinstance(x, keras.utils.PyDataset):
-        return None
-    if x.num_batches is None:
-        dataset = py_dataset_adapter.PyDatasetAdapter(x, class_weight).get_tf_dataset()
-        return Stream("PyDataset", dataset.take(take) if take else dataset, steps, epochs)
-    if steps and steps != x.num_batches:
-        raise DataError(
-            f"ringtrain.fit: got steps_per_epoch {steps} and a PyDataset of {x.num_batches} batches: leave it out"
-        )
-    return PyDatasetStream(x, class_weight, shuffle, seed, take)
-
-
-def _generated(held_out: Any, steps: int | None) -> Stream:
-    """The first validation batches of a generator, which can be read once, and every epoch needs again."""
-    import tensorflow as tf
-    from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
-
-    if not steps:
-        raise DataError("ringtrain.fit: got a generator of held-out data, expected a number of steps with it")
-    dataset = GeneratorDataAdapter(held_out).get_tf_dataset()
-    spec, batches = dataset.element_spec, [leaves(batch) for batch in dataset.take(steps)]
-    again = tf.data.Dataset.from_generator(lambda: (packed(spec, batch) for batch in batches), output_signature=spec)
-    stream = Stream("generator", again.apply(tf.data.experimental.assert_cardinality(len(batches))))
-    stream.is_held_out = True
-    return stream
-
-
-def _batches(source: Any) -> Stream:
-    if not isinstance(source, Stream):
-        raise DataError("from_rank_0: expected batches; of arrays, pass all to fit, on every rank")
-    return source
 
 
 def _check_stream(stream: Stream, given: FitArguments) -> None:
@@ -341,24 +369,6 @@ def _check_stream(stream: Stream, given: FitArguments) -> None:
         raise DataError(
             f"ringtrain.fit: got a batch_size with a {stream.kind}, which has its own batches: leave it out"
         )
-
-
-def _check_arrays(argument: str, nest: Any) -> None:
-    import keras
-
-    kinds = [type(leaf) for leaf in keras.tree.flatten(nest) if leaf is not None]
-    wrong = [kind for kind in kinds if not _is_array(kind)]
-    if wrong or not kinds:
-        kind = f"{wrong[0].__module__}.{wrong[0].__name__}" if wrong else "nothing"
-        raise DataError(
-            f"ringtrain.fit: got {kind} for {argument}, expected arrays in memory (NumPy, tensors or pandas, also in"
-            f" dicts and tuples), ringtrain.Records, a tf.data.Dataset, a PyDataset or a generator, or a function of"
-            f" rank and number of ranks that returns one"
-        )
-
-
-def _is_array(kind: type) -> bool:
-    return hasattr(kind, "shape") and (hasattr(kind, "__array__") or hasattr(kind, "dtype"))
 
 
 def _batch_size(dataset: Any) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringtrain.data import row_order
-from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -58,25 +57,25 @@ class Parts(NamedTuple):
         """This rank's rows of a batch of tensors, dense, ragged or sparse, with the header of the batch."""
         import tensorflow as tf
 
-        leaves = with_rows(batch)
-        rows = num_rows_of(leaves[0])
-        if len(leaves) > 1:  # a DataError, when it is read, if the parts do not divide them
-            with tf.control_dependencies([self._checked([rows, *map(num_rows_of, leaves[1:])])]):
-                rows = tf.identity(rows)
-        header = self.header(rows)._replace(fingerprint=tf.cast(fingerprint(batch), tf.float64))
+        lengths = tf.stack([num_rows_of(leaf) for leaf in with_rows(batch)])
+        text = "DataError: ringtrain.fit: got a batch of tensors with {} rows, expected one number of rows"
+        same = tf.reduce_all(lengths == lengths[0])
+        with tf.control_dependencies([tf.raw_ops.Assert(condition=same, data=[tf.strings.format(text, lengths)])]):
+            rows = tf.identity(lengths[0])
+        bounds = self._bounds(rows)
+        lengths_read = _num_read(bounds)
 
-        # Each tensor is divided by its own rows: a batch may have 16 of one kind and 4 of another.
         def part_of(leaf: Any) -> Any:
             if leaf.shape.rank == 0:  # a number, such as a temperature, that is the same for all rows
                 return leaf
-            own = self._bounds(num_rows_of(leaf))
-            lengths = _num_read(own)
-            begins = [begin * tf.cast(begin < end, begin.dtype) for begin, end in own]
-            pieces = [rows_of(leaf, begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
+            pieces = []
+            for (begin, end), length in zip(bounds, lengths_read, strict=True):
+                first = begin * tf.cast(begin < end, begin.dtype)
+                pieces.append(rows_of(leaf, first, first + length))
             return _joined(pieces)
 
-        with tf.control_dependencies([rows]):
-            return header, tf.nest.map_structure(part_of, batch)
+        header = self.header(rows)._replace(fingerprint=tf.cast(fingerprint(batch), tf.float64))
+        return header, tf.nest.map_structure(part_of, batch)
 
     def header(self, rows: tf.Tensor) -> Header:
         """Header of a batch with this number of rows, int64 [], in a graph."""
@@ -97,26 +96,6 @@ class Parts(NamedTuple):
             begin = number * each + tf.minimum(tf.constant(number, rows.dtype), more)
             bounds.append((begin, begin + each + tf.cast(number < more, rows.dtype)))
         return bounds
-
-    def _checked(self, lengths: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Tensor that is there once the numbers of rows of a batch's tensors are seen to be such as can be divided."""
-        import tensorflow as tf
-
-        different = tf.stack([length != lengths[0] for length in lengths])
-
-        def check(*numbers: int) -> bool:
-            if any(number % self.num_parts or not number for number in numbers):
-                each = " and ".join(str(number) for number in sorted(set(map(int, numbers)), reverse=True))
-                raise DataError(
-                    f"ringtrain.fit: got a batch of tensors with {each} rows, expected numbers that {self.num_parts}"
-                    " divides, as each rank trains its rows of every tensor: choose such batch sizes, with"
-                    " drop_remainder=True"
-                )
-            return True
-
-        return tf.cond(
-            tf.reduce_any(different), lambda: tf.numpy_function(check, lengths, tf.bool), lambda: tf.constant(True)
-        )
 
 
 def header_of_shard(batch: Any) -> Header:

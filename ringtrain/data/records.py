@@ -199,7 +199,7 @@ class RecordRows(NumberedRows):
     def __init__(
         self,
         records: Records,
-        shuffle: bool | str = False,
+        shuffle: bool = False,
         class_weight: Mapping[int, float] | None = None,
         transform: augment.Transform | None = None,
     ) -> None:
@@ -211,7 +211,7 @@ class RecordRows(NumberedRows):
         records = self.records
         num_files = len({block.file for block in records.blocks})
         lanes = ""
-        if self.shuffle is True:
+        if self.shuffle:
             lanes = f", {min(records.lanes, len(records.blocks))} of them at once"
         files = f"{num_files:,} of {records.files.kind}, {len(records.blocks):,} blocks{lanes}"
         return {"files": files, "made by": "each rank, its rows alone"}

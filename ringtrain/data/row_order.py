@@ -111,10 +111,3 @@ def lane_order(block_rows: Sequence[int], num_lanes: int, global_batch_size: int
     sizes = np.asarray(block_rows, np.int64)
     blocks = np.random.default_rng([seed, epoch]).permutation(len(sizes))
     return Order(ShuffledBlocks(sizes, blocks, seed, epoch), global_batch_size, num_lanes)
-
-
-def order_within_batches(num_rows: int, global_batch_size: int, seed: int, epoch: int) -> Order:
-    """Returns an order in which each batch has the rows that follow those before it, shuffled."""
-    begins = np.arange(0, num_rows, global_batch_size)
-    sizes = np.diff(begins, append=num_rows)
-    return Order(ShuffledBlocks(sizes, np.arange(len(sizes)), seed, epoch), global_batch_size)

@@ -28,11 +28,6 @@ from ringtrain.errors import ConfigError, DataError
 
 DEBIAN_FOLDER = Path("/usr/share/datasets")
 UNSIGNED_BYTE = 8  # type code of IDX
-CIFAR_CLASSES = 10
-CIFAR_PADDING = 4  # pixels: He et al. 2015, section 4.2
-CIFAR_PIXELS = 3 * 32 * 32
-CIFAR_BATCH = re.compile(r"(data_batch_\d+|test_batch)\.bin")
-CIFAR_FOLDER = "cifar-10-batches-bin"
 TEST_FOLDERS = ("val", "test")
 IMAGE_SIZE = 224
 LABELS_FILE = "labels.txt"
@@ -163,44 +158,10 @@ def find_idx(folder: Path, stem: str) -> Path:
     raise DataError(f"{folder / stem}: not found, nor the same with .gz")
 
 
-def cifar10(config: DataConfig) -> DataSet:
-    """Reads 50000 training and 10000 test images of 32x32 RGB pixels in ten classes. Raises DataError."""
-    folder = _folder_of(config)
-    if (folder / CIFAR_FOLDER).is_dir():
-        folder = folder / CIFAR_FOLDER
-    batches = {path.name: _cifar_batch(path) for path in sorted(folder.iterdir()) if CIFAR_BATCH.fullmatch(path.name)}
-    if "test_batch.bin" not in batches or len(batches) < 2:
-        raise DataError(
-            f"{folder}: contains no CIFAR-10 in the binary version, expected data_batch_1.bin, ... and test_batch.bin:"
-            f" unpack cifar-10-binary.tar.gz"
-        )
-    test = batches.pop("test_batch.bin")
-    images, labels = zip(*batches.values(), strict=True)
-    train = np.concatenate(images), np.concatenate(labels)
-    padding = CIFAR_PADDING if config.augment else 0
-    return checked(str(folder), train, test, CIFAR_CLASSES, padding)
-
-
 def _folder_of(config: DataConfig) -> Path:
     if not config.dir:
         raise DataError(f"{config.name}: give its directory with --data.dir")
     return Path(config.dir)
-
-
-def _cifar_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    content = path.read_bytes()
-    if not content or len(content) % (1 + CIFAR_PIXELS):
-        raise DataError(
-            f"{path}: got {len(content)} bytes, expected a multiple of {1 + CIFAR_PIXELS} (a label and 32x32 pixels in"
-            f" three colors): download the file again"
-        )
-    # https://www.cs.toronto.edu/~kriz/cifar.html: a byte of class, and 3072 of pixels: red, green, blue, row by row.
-    records = np.frombuffer(content, np.uint8).reshape(-1, 1 + CIFAR_PIXELS)
-    labels = records[:, 0].astype(np.int64)
-    if labels.max() >= CIFAR_CLASSES:
-        number = int(np.argmax(labels >= CIFAR_CLASSES))
-        raise DataError(f"{path}: image {number} has label {labels[number]}, expected 0 to {CIFAR_CLASSES - 1}")
-    return records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
 
 
 def image_folder(config: DataConfig) -> DataSet:
@@ -256,7 +217,6 @@ def _images(config: DataConfig, train: Records, test: Records, num_classes: int,
 
 
 DATASETS: dict[str, Callable[[DataConfig], DataSet | FitArguments]] = {
-    "cifar10": cifar10,
     "digits": digits,
     "fashion-mnist": mnist_like,
     "image-folder": image_folder,

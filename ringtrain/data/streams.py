@@ -31,8 +31,8 @@ class Stream(Split):
     evaluation is an iteration: every rank reads all of it, so that shuffles and caches advance alike everywhere.
     """
 
-    is_held_out = is_endless = is_cut = False
-    """whether these are validation data; whether all epochs are one iteration; whether a longer dataset is cut"""
+    is_held_out = is_endless = False
+    """whether these are validation data; whether all epochs are one iteration"""
     why_rank_0 = why_whole = ""
     """why rank 0 reads for all, and why no rank makes its own rows alone, as phrases; "": it is not so"""
     division: division.Division | None = None
@@ -44,13 +44,9 @@ class Stream(Split):
     rows: tf.data.Dataset | None = None
     """what this rank reads in training; None: whole batches"""
     _open: Iterator[Any] | None = None
-    """iterator over all epochs, or over an evaluation"""
-    _num_begun = _next = 0
-    """epochs or evaluations that were begun, also by earlier processes; number of the next batch of an evaluation"""
-    _num_ended = 0
-    """epochs that were ended: a change of ranks may end one again"""
-    _is_read = False
-    """whether training has begun"""
+    """iterator over an epoch, all epochs, or an evaluation, which has begun"""
+    _num_read = 0
+    """batches that it has given, at the end of an epoch"""
 
     def __init__(
         self, kind: str, dataset: tf.data.Dataset, steps: int | None = None, epochs: int = 1, batch_size: int = 1
@@ -64,14 +60,17 @@ class Stream(Split):
                 f" Dataset.from_generator(..., output_signature=...) or tf.ensure_shape"
             )
         length = int(dataset.cardinality())
-        self._has_unread = length >= 0 and not steps  # as in Keras
+        self.has_unread = length >= 0 and not steps
+        """whether Keras begins another iteration at the end of each"""
         if steps == length:
             steps = None
         self.is_endless, self.num_batches = steps is not None, steps or length  # of an epoch
         if steps:
             self._check_length(steps, epochs)
         elif length == -1:
-            raise DataError(f"ringtrain.fit: got a {kind} without an end: pass steps_per_epoch, or use take(n)")
+            raise DataError(
+                f"ringtrain.fit: got a {kind} without an end: pass steps_per_epoch (validation_steps), or use take(n)"
+            )
         elif length == -2:
             self.num_batches, self.may_end_early = self._counted(), True
         if not self.num_batches:
@@ -80,6 +79,13 @@ class Stream(Split):
         self.on_resume = f"{which} are read again, without training"
         if not steps and division.calls_python(dataset):
             self.on_resume += "; Python functions of the pipeline are not called for earlier epochs"
+
+    def divide(self) -> None:
+        """Lets each rank make its own rows alone, if the pipeline is plain."""
+        if self.kind == "tf.data.Dataset":
+            self.division, self.why_whole = division.division_of(self.dataset)
+        else:
+            self.why_whole = f"a {self.kind} makes whole batches"
 
     def _counted(self) -> int:
         """Number of batches of an iteration: of a copy, if there can be one, so that no epoch is read before."""
@@ -124,84 +130,63 @@ class Stream(Split):
         import tensorflow as tf
 
         def read() -> Iterator[Any]:
-            while self._next <= numbers[-1]:
+            for number in range(self._num_read, numbers[-1] + 1):
                 batch = next(self._open or iter(()), None)
                 if batch is None:
                     return
-                self._next += 1
+                self._num_read = number + 1
                 _advance()
-                if self._next > numbers[0]:
+                if number >= numbers[0]:
                     yield batch
 
         return tf.data.Dataset.from_generator(read, output_signature=self.dataset.element_spec)
 
-    def begin_evaluation(self, number: int) -> None:
-        self._open, self._next = iter(ahead(self.dataset)), 0
-        self._num_begun = number + 1
-
-    def end_evaluation(self) -> None:
-        for _ in self._open or ():
-            _advance()
-        self._open = None
-        self._begin_unread()
+    def begin_evaluation(self) -> None:
+        self._open, self._num_read = iter(ahead(self.dataset)), 0
 
     def iterator(self, epoch: int, first_step: int) -> Iterator[Any]:
-        """Iterator over what this rank reads of an epoch, from a step on. Epochs must be asked for in order."""
-        skipped = first_step
+        """Iterator over what this rank reads of an epoch, from a step on; earlier ones have ended."""
+        # Whole calls of train_function, the last of an epoch included.
+        length = math.ceil(self.num_batches / self.steps_per_call) * self.steps_per_call
         if self.is_endless:
-            batches = self._open = self._open or iter(self._own())
-            # Whole calls of train_function, the last of an epoch included.
-            skipped += epoch * math.ceil(self.num_batches / self.steps_per_call) * self.steps_per_call
-            skipped *= not self._is_read
+            first_step += epoch * length
         else:
-            for earlier in range(self._num_begun, epoch):
-                self.pass_over(earlier)
-            batches, self._num_begun = iter(self._own()), epoch + 1
-        self._is_read = True
-        for number in range(skipped):
+            self._open, self._num_read = None, 0
+        batches = self._open = self._open or iter(self._own())
+        for number in range(self._num_read, first_step):
             if next(batches, None) is None:
                 raise DataError(
                     f"ringtrain.fit: the training data end after {number} batches, of which this run has trained"
-                    f" {skipped}: pass the same data as before, or give fit another name"
+                    f" {first_step}: pass the same data as before, or give fit another name"
                 )
             _advance()
+        self._num_read = (epoch + 1) * length
         return batches
 
     def _own(self) -> tf.data.Dataset:
         return ahead(self.dataset) if self.rows is None else self.rows
 
-    def pass_over(self, epoch: int, was_stopped: bool = False) -> None:
-        """Does to shuffles and caches what an epoch or evaluation does, from 0, that an earlier process has read."""
+    def end(self, was_stopped: bool = False) -> None:
         if self.is_endless:
             self._open = self._open or iter(self._own())
-        elif epoch >= self._num_begun:
-            self.end_epoch(epoch, was_stopped)
-
-    def pass_over_evaluation(self, number: int) -> None:
-        self.pass_over(number)
-
-    def end_epoch(self, epoch: int, was_stopped: bool = False) -> None:
-        if not self.is_endless and epoch >= self._num_ended:
-            self._take_orders(epoch)  # if an earlier process has trained all of it
-            if not was_stopped:
-                self._begin_unread()
-            self._num_ended = epoch + 1
-
-    def _take_orders(self, number: int) -> None:
-        if number < self._num_begun:
             return
-        self._num_begun = number + 1
+        if self._open is None:
+            self._take_orders()
+        elif self.is_held_out:  # what is left, as the other ranks do
+            for _ in self._open:
+                _advance()
+        self._open = None
+        if self.has_unread and not was_stopped:
+            iter(self.dataset)
+
+    def _take_orders(self) -> None:
+        """Does to shuffles and caches what an iteration does."""
         shuffles = division.shuffles_of(self.dataset)
         if shuffles is None:
             for _ in self._own():
                 _advance()
         for shuffle in shuffles or ():
             iter(shuffle)
-
-    def _begin_unread(self) -> None:
-        """Begins the iterator that Keras has, and does not read, after an iteration to a known end."""
-        if self._has_unread and not self.is_cut:
-            iter(self.dataset)
 
     def close(self) -> None:
         """Ends reading: a Python generator that is read when the interpreter ends keeps the process alive."""
@@ -224,7 +209,7 @@ class PyDatasetStream(Stream):
         if not self.num_batches:
             raise DataError("ringtrain.fit: got a PyDataset without batches, expected at least one")
         self.source, self.standardized = source, PyDatasetAdapter(source, class_weight)._standardize_batch
-        self.shuffle, self.seed, self._epoch, self._begun = shuffle, seed, 0, 0
+        self.shuffle, self.seed, self._epoch, self._num_begun, self._is_open = shuffle, seed, 0, 0, False
         self.numbers: Iterable[int] = range(self.num_batches)
         first = list(self.each(range(min(2, self.num_batches))))
         self.batch_size, self._signature = num_rows(first[0]), get_tensor_spec(first)
@@ -236,7 +221,7 @@ class PyDatasetStream(Stream):
         return tf.data.Dataset.from_generator(lambda: self.each(numbers), output_signature=self._signature)
 
     def iterator(self, epoch: int, first_step: int) -> Iterator[Any]:
-        self.pass_over(epoch)
+        self._begin()
         if self.shuffle:
             order = np.random.default_rng([self.seed, epoch]).permutation(self.num_batches)
         else:
@@ -244,33 +229,22 @@ class PyDatasetStream(Stream):
         self._epoch, self.numbers = epoch, order[first_step:].tolist()
         return iter(self._own())
 
-    def pass_over(self, epoch: int, was_stopped: bool = False) -> None:
-        """Calls the hooks up to this epoch, unless they were: as in Keras, epoch e comes after e + 1 `on_epoch_end`."""
-        while self._begun <= epoch:
-            with _seeded(self.seed, self._begun):
-                self.source.on_epoch_end()
-            with _seeded(self.seed, self._begun, 0):
-                self.source.on_epoch_begin()
-            self._begun += 1
+    def begin_evaluation(self) -> None:
+        self._begin()
 
-    def pass_over_evaluation(self, number: int) -> None:
-        self.begin_evaluation(number)
-
-    def end_epoch(self, epoch: int, was_stopped: bool = False) -> None:
-        """Does nothing: the next epoch calls the hooks."""
-
-    def end_evaluation(self) -> None:
-        """Does nothing: each rank reads its own batches."""
-
-    def begin_evaluation(self, number: int) -> None:
+    def _begin(self) -> None:
         """Calls the hooks as Keras does, which ends an evaluation and resets its data before the next one."""
-        while self._begun <= number:
-            for _ in range(2 if self._begun else 1):
-                with _seeded(self.seed, self._begun):
-                    self.source.on_epoch_end()
-            with _seeded(self.seed, self._begun, 0):
-                self.source.on_epoch_begin()
-            self._begun += 1
+        for _ in range(2 if self.is_held_out and self._num_begun else 1):
+            with _seeded(self.seed, self._num_begun):
+                self.source.on_epoch_end()
+        with _seeded(self.seed, self._num_begun, 0):
+            self.source.on_epoch_begin()
+        self._num_begun, self._is_open = self._num_begun + 1, True
+
+    def end(self, was_stopped: bool = False) -> None:
+        if not self._is_open:
+            self._begin()
+        self._is_open = False
 
     def whole(self, number: int) -> Any:
         """The batch with this number, as a model takes it."""

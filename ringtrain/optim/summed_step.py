@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from ringtrain import hvd
-from ringtrain.data.parts import Header, num_rows_of, rows_of
+from ringtrain.data.parts import Header, rows_of
 from ringtrain.errors import ConfigError
 from ringtrain.hvd.collectives import tensor_of
 from ringtrain.hvd.keras_patches import innermost, reduction_of, slots_of
@@ -101,7 +101,7 @@ class SummedStep(Step):
         numbers = self.sums.numbers(self)
         computations = []
         for index, number in enumerate(numbers):
-            rows = _rows_of_part(batch, index, len(numbers), header)
+            rows = _rows_of_part(batch, index, header)
             computations.append(functools.partial(self._part, rows, number, before, header.shares[index]))
         self.sums.prepare(self, computations)
         parts = []
@@ -195,16 +195,13 @@ class SummedStep(Step):
                 reduction.share = earlier
 
 
-def _rows_of_part(batch: Any, index: int, count: int, header: Header) -> Any:
-    """Rows of one of `count` parts of this rank's rows."""
+def _rows_of_part(batch: Any, index: int, header: Header) -> Any:
+    """Rows of one of the parts of this rank's rows."""
 
     def of_leaf(leaf: Any) -> Any:
         if leaf is None or leaf.shape.rank == 0:
             return leaf
-        # A tensor with other rows than the first has equal parts: see Parts.cut.
-        rows, equal = num_rows_of(leaf), num_rows_of(leaf) // count
-        is_like_first = tf.equal(rows, tf.reduce_sum(header.rows))
-        begin = tf.where(is_like_first, tf.reduce_sum(header.rows[:index]), index * equal)
-        return rows_of(leaf, begin, begin + tf.where(is_like_first, header.rows[index], equal))
+        begin = tf.reduce_sum(header.rows[:index])
+        return rows_of(leaf, begin, begin + header.rows[index])
 
     return keras.tree.map_structure(of_leaf, batch)

@@ -132,16 +132,12 @@ class Job:
 
         return on_rank(self.all_callbacks, hvd.rank())
 
-    def num_evaluations(self, first: int, end: int) -> int:
-        """Number of evaluations in these epochs."""
-        return sum(map(self.validation.is_due, range(first, end))) if self.numbers.num_test else 0
-
     def pass_over(self, first: int, end: int, was_stopped: bool = False) -> None:
         """Leaves shuffles, caches and hooks of the data, which a later fit may share, as these epochs have done."""
         for epoch in range(first, end):  # first: of the run, in whichever attempt
-            self.data_set.train.pass_over(epoch - first, was_stopped and epoch + 1 == end)
-            if self.num_evaluations(epoch, epoch + 1):
-                self.data_set.test.pass_over_evaluation(self.num_evaluations(first, epoch))
+            self.data_set.train.end(was_stopped and epoch + 1 == end)
+            if self.numbers.num_test and self.validation.is_due(epoch):
+                self.data_set.test.end()
 
 
 @dataclass(kw_only=True)

@@ -64,11 +64,11 @@ class Evaluation(keras.callbacks.Callback):
         metrics = over_all_ranks(self.model)
         self.set_metrics(logs, metrics, (self.run.clock.results, results))
         was_stopped = self.run.callbacks.stop.is_ended  # by a step: those that end with the epoch come later
-        self.run.job.data_set.train.end_epoch(epoch - self.run.start.initial_epoch, was_stopped)
+        self.run.job.data_set.train.end(was_stopped)
         if not self.run.job.numbers.num_test or not self.run.job.validation.is_due(epoch):
             return
         begin_s = time.perf_counter()
-        parts, logs_of_rank = hvd.run_together(lambda: self._evaluate_shards(epoch), of_script=True)
+        parts, logs_of_rank = hvd.run_together(self._evaluate_shards, of_script=True)
         values = parts[0]
         if self.run.config.train.virtual_ranks:  # a row each: their sum does not depend on the number of ranks
             values = [np.zeros((self.num_shards, *sums.shape)) for sums in parts[0]]
@@ -116,9 +116,9 @@ class Evaluation(keras.callbacks.Callback):
             text = f"left out are logs that not all ranks have in one shape: {', '.join(sorted(unlike))}"
             print(f"ringtrain: {text}: return the same ones on every rank", file=sys.stderr, flush=True)
 
-    def _evaluate_shards(self, epoch: int) -> tuple[list[list[NDArray[Any]]], LogsOfRank | None]:
+    def _evaluate_shards(self) -> tuple[list[list[NDArray[Any]]], LogsOfRank | None]:
         """State of the metrics after each of this rank's shards, and its logs."""
-        self.test.begin_evaluation(self.run.job.num_evaluations(self.run.start.initial_epoch, epoch))
+        self.test.begin_evaluation()
         # Where ranks share seeds, layers that are random here, too, must leave them as they were.
         seeds = hvd.seeds(self.model) if hvd.is_shared(self.model) else []
         kept, parts = [keras.ops.convert_to_numpy(seed) for seed in seeds], []
@@ -133,7 +133,7 @@ class Evaluation(keras.callbacks.Callback):
         finally:
             for seed, value in zip(seeds, kept, strict=True):
                 seed.assign(value)
-        self.test.end_evaluation()
+        self.test.end()
         if callbacks.logs_of_rank:
             logs = callbacks.logs_of_rank[0]
         else:  # this rank had no batch

@@ -48,8 +48,6 @@ SHUFFLED = (
 LONG = r"rows, batch = (32|40|33), [2348]\n(?!&steps_per_epoch)"
 """several steps in each epoch"""
 ARRAYS = r"&fit\(model, x, y(?!~(validation_split|steps_per_epoch))"
-SHARED = r"both = data\.shuffle\(rows, seed=4\);"
-"""a shuffle of training and validation data"""
 AGAIN = r"&histories\.append"
 """a second fit"""
 TWO, RESUMED = "2 ranks", "2 ranks, resumed"
@@ -134,17 +132,17 @@ PLANTED = (
     # Data
     Mutant(
         *("iterators that Keras discards take no order", STREAMS),
-        *("self._has_unread = length >= 0 and not steps", "self._has_unread = False"),
+        *("self.has_unread = length >= 0 and not steps", "self.has_unread = False"),
         *(TWO, SHUFFLED + r"&fit\(model, data, epochs=[23](?!~steps_per_epoch)"),
     ),
     Mutant(
         *("a second fit without validation has an old order", EVALUATION),
-        "        self.run.job.data_set.train.end_epoch(epoch - self.run.start.initial_epoch, was_stopped)\n"
+        "        self.run.job.data_set.train.end(was_stopped)\n"
         "        if not self.run.job.numbers.num_test or not self.run.job.validation.is_due(epoch):\n"
         "            return\n",
         "        if not self.run.job.numbers.num_test or not self.run.job.validation.is_due(epoch):\n"
         "            return\n"
-        "        self.run.job.data_set.train.end_epoch(epoch - self.run.start.initial_epoch, was_stopped)\n",
+        "        self.run.job.data_set.train.end(was_stopped)\n",
         *(TWO, SHUFFLED + r"&\[fit\((?!~validation_(data|split)(?!~freq))" + AGAIN),
     ),
     Mutant(
@@ -159,24 +157,19 @@ PLANTED = (
     ),
     Mutant(
         *("hooks of validation data are called once", STREAMS),
-        *("for _ in range(2 if self._begun else 1):", "for _ in range(1):"),
+        *("for _ in range(2 if self.is_held_out and self._num_begun else 1):", "for _ in range(1):"),
         *(TWO, r"def on_epoch_end\(self\)&epochs=[23]~validation_data=Batches"),
     ),
     # Held-out data
     Mutant(
-        *("validation_steps take an order more", STREAMS),
-        *("if self._has_unread and not self.is_cut:", "if self._has_unread:"),
+        *("validation_steps take an order more", "data/inputs.py"),
+        *("stream.has_unread = False", "pass"),
         *(TWO, r"epochs=[23]~shuffle\(9, seed=2\)\.(repeat\(\)\.)?batch\(4\), validation_steps"),
     ),
     Mutant(
         *("caches of held-out data are read in part", STREAMS),
-        *("for _ in self._open or ():", "for _ in ():"),
+        *("for _ in self._open:", "for _ in ():"),
         *(TWO, r"epochs=[23]~(shuffle\(9~\)\.cache\(\)|cache\(\)\.shuffle\(9~\))\.batch\(4\)(?!, validation_s)"),
-    ),
-    Mutant(
-        *("hooks of evaluations count from epoch 0", EVALUATION),
-        *("num_evaluations(self.run.start.initial_epoch, epoch)", "num_evaluations(0, epoch)"),
-        *(TWO, r"def on_epoch_end\(self\)&validation_data=Batches~initial_epoch"),
     ),
     Mutant(
         *("the end of held-out data counts in losses of outputs", EVALUATION),
@@ -184,16 +177,8 @@ PLANTED = (
         *(TWO, SEVERAL + r"&validation_data=tf(?!~(filter|repeat|validation_steps))"),
     ),
     Mutant(
-        *("validation takes orders before training has", STREAMS),
-        *(
-            "def end_epoch(self, epoch: int, was_stopped: bool = False) -> None:\n        if not",
-            "def end_epoch(self, epoch: int, was_stopped: bool = False) -> None:\n        if",
-        ),
-        *(TWO, SHARED),
-    ),
-    Mutant(
         *("a part of an evaluation begins with the first batch", STREAMS),
-        *("if self._next > numbers[0]:", "if True:", TWO, r"validation_data=tf~batch\("),
+        *("if number >= numbers[0]:", "if True:", TWO, r"validation_data=tf~batch\("),
     ),
     # Callbacks
     Mutant(

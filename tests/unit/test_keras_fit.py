@@ -118,7 +118,7 @@ def test_data_that_cannot_be_evaluated(name: str) -> None:
     function = getattr(ringtrain, name)
     for given, message in (
         ((row for row in [X]), "a generator of held-out data, expected a number of steps"),
-        (tf.data.Dataset.from_tensors((X, Y)).repeat(), "held-out data without an end"),
+        (tf.data.Dataset.from_tensors((X, Y)).repeat(), "a tf.data.Dataset without an end"),
         (tf.data.Dataset.from_tensors((X, Y)).take(0), "without batches"),
         (X[:0], "arrays without rows"),
         (None, "got nothing for held-out data"),

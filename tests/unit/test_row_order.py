@@ -17,7 +17,6 @@ from ringtrain.data.row_order import (
     ShuffledBlocks,
     evaluation_shard,
     lane_order,
-    order_within_batches,
     part_of,
 )
 
@@ -125,18 +124,6 @@ def test_the_orders_of_a_few_blocks_are_in_memory(num_places: int) -> None:
         order.rows(step, step + 1, range(num_places))
     found = order._line._order_of_block.cache_info()  # type: ignore[union-attr]
     assert found.currsize == NUM_ORDERS and found.misses <= 400 * num_places // batch + num_lanes
-
-
-@given(st.integers(1, 200), st.integers(1, 50), SEEDS)
-def test_an_order_within_batches_keeps_the_batches(num_rows: int, batch: int, seed: int) -> None:
-    order = order_within_batches(num_rows, batch, seed, 3)
-    in_order = Order(np.arange(num_rows), batch)
-    assert order.num_steps == in_order.num_steps
-    for step in reversed(range(order.num_steps)):
-        begin = step * batch
-        assert in_order.batch(step).tolist() == list(range(begin, min(begin + batch, num_rows)))
-        assert sorted(order.batch(step)) == in_order.batch(step).tolist()
-    assert num_rows < 100 or batch < 10 or not np.array_equal(order.batch(0), in_order.batch(0))
 
 
 def test_an_array_is_an_order() -> None:

@@ -38,6 +38,8 @@ def _epochs(make: Any, size: int, epochs: int, first: int = 0, first_step: int =
     streams = [made if isinstance(made := make(), data.Stream) else _stream(made) for _ in range(size)]
     ranks = [data.StreamRows(stream, data.Parts.of_rank(rank, size)) for rank, stream in enumerate(streams)]
     steps: list[Any] = []
+    for stream in streams * first:
+        stream.end()
     for epoch in range(first, epochs):
         skipped = first_step if epoch == first else 0
         batches = [rows(epoch, skipped) for rows in ranks]
@@ -72,16 +74,17 @@ def test_an_evaluation_in_parts_reads_all_batches_once() -> None:
     data = tf.data.Dataset.range(20).shuffle(20, seed=7).batch(3)
     expected = [[batch.numpy().tolist() for batch in data] for _ in range(5)][::2]
     stream = _stream(tf.data.Dataset.range(20).shuffle(20, seed=7).batch(3))
+    stream.is_held_out = True
     found = []
-    for number in range(3):
-        stream.begin_evaluation(number)
+    for _ in range(3):
+        stream.begin_evaluation()
         found.append([batch.numpy().tolist() for part in (range(1, 3), range(4, 6)) for batch in stream.part(part)])
-        stream.end_evaluation()
+        stream.end()
     assert found == [[epoch[index] for index in (1, 2, 4, 5)] for epoch in expected]
     resumed = _stream(tf.data.Dataset.range(20).shuffle(20, seed=7).batch(3))
-    resumed.pass_over(0)
-    resumed.pass_over(1)
-    resumed.begin_evaluation(2)
+    resumed.end()
+    resumed.end()
+    resumed.begin_evaluation()
     assert [batch.numpy().tolist() for batch in resumed.part(range(7))] == expected[2]
 
 
@@ -111,21 +114,10 @@ def test_batches_read_without_training_are_progress() -> None:
     before = hvd.step_timing.PLACE.changes
     stream = _stream(_even_ids())
     counted = hvd.step_timing.PLACE.changes
-    next(data.StreamRows(stream, data.Parts.of_rank(0, 1))(1, 5))
+    rows = data.StreamRows(stream, data.Parts.of_rank(0, 1))
+    stream.end()
+    next(rows(1, 5))
     assert (counted - before, hvd.step_timing.PLACE.changes - counted) == (7, 5)
-
-
-def test_rows_are_shuffled_within_their_batches() -> None:
-    def epochs(shuffle: Any) -> list[Any]:
-        arrays = data.Arrays(np.arange(50), shuffle=shuffle)
-        rows = data.RowBatches(arrays, 16, data.Parts.of_rank(0, 1), 0)
-        return [[tf.nest.flatten(batch)[0].numpy().tolist() for batch in rows(epoch)] for epoch in range(2)]
-
-    in_order, in_batches = epochs(False), epochs("batch")
-    assert in_batches[0] != in_batches[1] != in_order[1]
-    assert [sorted(batch) for batch in in_batches[1]] == in_order[1]
-    with pytest.raises(DataError, match="got shuffle 'batches', expected True, False or \"batch\""):
-        _stream(X, shuffle="batches")
 
 
 @pytest.mark.parametrize(
@@ -214,6 +206,11 @@ def test_steps_of_training_say_nothing_of_the_batches_of_validation() -> None:
 def test_lengths_that_do_not_fit(x: Any, steps: int | None, message: str) -> None:
     with pytest.raises(DataError, match=message):
         _stream(x, steps)
+
+
+def test_a_shuffle_of_a_kind_that_keras_has_for_files_is_refused() -> None:
+    with pytest.raises(DataError, match="got shuffle 'batch', expected True or False"):
+        _stream(X, shuffle="batch")
 
 
 def _pairs() -> tf.data.Dataset:
