@@ -1,4 +1,4 @@
-"""Files of data behind paths and URLs: which there are, what tells whether one has changed, and reading them again.
+"""Files of data behind paths and URLs: which there are, and reading them again.
 
 URLs are those of fsspec's file systems: s3:// with the package s3fs, gs:// with gcsfs, https:// with aiohttp.
 """
@@ -31,14 +31,12 @@ Key = TypeVar("Key")
 
 
 class DataFile(NamedTuple):
-    """A file on disk or behind a URL, as it was when it was found."""
+    """A file on disk or behind a URL."""
 
     url: str
     """or its path"""
     size: int
     """bytes"""
-    version: str
-    """changes with the content"""
 
     @property
     def name(self) -> str:
@@ -70,28 +68,20 @@ def files_of(files: str | Path | Sequence[str | Path]) -> list[DataFile]:
     twice = next((url for url, count in Counter(urls).items() if count > 1), None)
     if twice:
         raise DataError(f"ringtrain.Records: {twice} is named twice: its rows would be trained twice as often")
-    states = of_each(state_of, urls)
-    return [DataFile(url, *states[url]) for url in urls]
+    sizes = of_each(size_of, urls)
+    return [DataFile(url, sizes[url]) for url in urls]
 
 
-def state_of(url: str) -> tuple[int, str]:
-    """Size of a file in bytes, and what changes with its content; raises DataError if it cannot be read."""
+def size_of(url: str) -> int:
+    """Size of a file in bytes; raises DataError if it cannot be read."""
 
-    def read() -> tuple[int, str]:
+    def read() -> int:
         if "://" not in url:
-            state = os.stat(url)
-            return state.st_size, str(state.st_mtime_ns)
+            return os.path.getsize(url)
         store, path = store_of(url)
-        store.invalidate_cache(path.rpartition("/")[0])  # ask the store again
-        return int(store.info(path)["size"]), str(store.ukey(path))
+        return int(store.info(path)["size"])
 
     return with_retries(read, url, f"{url}: cannot be read")
-
-
-def check_unchanged(file: DataFile) -> None:
-    """Raises DataError if a file has changed since it was found."""
-    if state_of(file.url) != (file.size, file.version):
-        raise DataError(f"{file}: has changed since it was opened")
 
 
 def of_each(function: Callable[[Key], Result], keys: Iterable[Key]) -> dict[Key, Result]:
@@ -102,7 +92,7 @@ def of_each(function: Callable[[Key], Result], keys: Iterable[Key]) -> dict[Key,
 
 
 def read_file(file: DataFile, read: Callable[[Any], Result], message: str = "", cache: str = "none") -> Result:
-    """Calls `read` with an open binary file, as `with_retries`; raises DataError, also if the file has changed."""
+    """Calls `read` with an open binary file, as `with_retries`; raises DataError."""
 
     def from_begin() -> Result:
         if not file.is_remote:
@@ -112,10 +102,7 @@ def read_file(file: DataFile, read: Callable[[Any], Result], message: str = "", 
         with store.open(path, "rb", cache_type=cache) as opened:  # of fsspec; "none": asks for what is read alone
             return read(opened)
 
-    try:
-        return with_retries(from_begin, file.url, message or f"{file}: cannot be read")
-    finally:
-        check_unchanged(file)  # one that has changed may look damaged
+    return with_retries(from_begin, file.url, message or f"{file}: cannot be read")
 
 
 def with_retries(read: Callable[[], Result], url: str, message: str) -> Result:
@@ -169,15 +156,16 @@ def _in_folder(path: str) -> list[str]:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
     found: list[str] = []
-    above: dict[str, set[str]] = {path: {os.path.realpath(path)}}
-    """real names of a folder and of those in which it is"""
     for folder, folders, names in os.walk(path, onerror=refuse, followlinks=True):
         found += [os.path.join(folder, name) for name in names]
-        inside = {name: os.path.join(folder, name) for name in folders}
-        folders[:] = [name for name, inner in inside.items() if os.path.realpath(inner) not in above[folder]]  # no loop
-        above |= {inside[name]: above[folder] | {os.path.realpath(inside[name])} for name in folders}
+        folders[:] = [name for name in folders if not _leads_upwards(os.path.join(folder, name))]
     files = [file for file in found if not _is_hidden(os.path.relpath(file, path)) and os.path.isfile(file)]
     return sorted(files, key=_parts)
+
+
+def _leads_upwards(path: str) -> bool:
+    """Returns whether a folder is a link to one that it is in."""
+    return os.path.islink(path) and os.path.realpath(path) in map(os.path.realpath, Path(path).parents)
 
 
 def _behind_url(url: str) -> list[str]:

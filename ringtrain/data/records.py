@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -89,13 +88,9 @@ class Records:
         self.transform = transform
         self.parts = [*_parts_of(self.nest)]
         self.columns = sorted({name for part in self.parts for name in _names_in(part)})
-        random_state = random.getstate()
-        try:
-            self.files = opened(files_of(files), self.columns, features, class_names)
-            self.blocks = self.files.blocks
-            values = self._read(0)
-        finally:
-            random.setstate(random_state)  # which a store's library may use when it tries again, and Keras for weights
+        self.files = opened(files_of(files), self.columns, features, class_names)
+        self.blocks = self.files.blocks
+        values = self._read(0)
         self.starts = np.cumsum([0, *(block.num_rows for block in self.blocks)])
         # Memory follows from a block as it is read: files may be compressed.
         self.specs = [(array.dtype, array.shape[1:]) for array in values]
