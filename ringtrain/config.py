@@ -47,7 +47,7 @@ class DataConfig:
     dir: Annotated[str, needs_other("data.name", "digits", "spark", "synthetic")] = ""
     """folder with the data's files; empty: fashion-mnist and mnist look in Debian's folder"""
     file: Annotated[str, needs("data.name", "npz")] = ""
-    """file that npz reads; empty: the only one in dir"""
+    """file that npz reads, in dir if that is given"""
     url: Annotated[tuple[str, ...], needs("data.name", "records")] = ()
     """files of rows to train: Parquet, TFRecord, images; paths, folders, patterns, URLs (s3://bucket/rows)"""
     test_url: Annotated[tuple[str, ...], needs("data.name", "records")] = ()

@@ -9,9 +9,8 @@ records:        rows of files that are read while they are trained
 record_files:   such files of any kind, and images in a folder per class
 parquet_files:  Parquet
 tfrecord_files: TFRecords of any features
-blocks:         what is read of a file at once
+blocks:         what is read of a file at once, ahead, and kept in memory
 data_files:     files behind paths and URLs
-block_cache:    blocks in memory, read ahead
 python_calls:   functions that threads of tf.data call, also while the process ends
 parts:          a rank's parts of a batch, and the header of its rows
 streams:        batches of a tf.data.Dataset, PyDataset or generator, and a rank's rows of each

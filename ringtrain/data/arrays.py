@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -185,10 +185,18 @@ class RowNumbers:
         return np.array(self.position)
 
     def steps(self) -> tf.data.Dataset:
-        """Numbers of the steps in their pass, int64 []."""
+        """Numbers of steps, counted through all passes, int64 []. Each iteration has those of the next position."""
         import tensorflow as tf
 
-        return self._iterated(tf.data.Dataset.range).map(lambda step: step % self.num_steps)
+        next_position = of_tensorflow(self.next_position)
+
+        def of_next(_: tf.Tensor) -> tf.data.Dataset:  # called when an iterator is made
+            position = tf.ensure_shape(tf.numpy_function(next_position, [], tf.int64), [2])
+            return tf.data.Dataset.range(position[0], position[1])
+
+        steps = tf.data.Dataset.range(1).flat_map(of_next)
+        steps.row_numbers = self  # which the functions do not keep alive
+        return steps
 
     def batches(self, num_rows: int | None) -> tf.data.Dataset:
         """Pairs of a pass, int64 [], and a step's row numbers, int64 [num_rows]; None: of unknown length."""
@@ -197,33 +205,15 @@ class RowNumbers:
         rows = of_tensorflow(self._rows)
         per_call = max(1, min(ROWS_AT_ONCE // self.num_own, ROWS_IN_LANES // self._global_batch_size))
 
-        def read(first: tf.Tensor, end: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            steps = [first, tf.minimum(first + per_call, end)]
-            passes, lengths, numbers = tf.numpy_function(rows, steps, [tf.int64] * 3)
+        def read(steps: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            passes, lengths, numbers = tf.numpy_function(rows, [steps[0], steps[-1] + 1], [tf.int64] * 3)
             numbers = tf.ensure_shape(numbers, [None, self.num_own])
             return tf.ensure_shape(passes, [None]), tf.ensure_shape(lengths, [None]), numbers
-
-        def of_steps(first: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
-            return tf.data.Dataset.range(first, end, per_call).map(lambda begin: read(begin, end)).unbatch()
 
         def cut(number: tf.Tensor, length: tf.Tensor, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return number, numbers[:length] if num_rows is None else numbers
 
-        return self._iterated(of_steps).map(cut)
-
-    def _iterated(self, of_steps: Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]) -> tf.data.Dataset:
-        """Dataset of which each iteration is what a function makes of the next position."""
-        import tensorflow as tf
-
-        next_position = of_tensorflow(self.next_position)
-
-        def of_next(_: tf.Tensor) -> tf.data.Dataset:  # called when an iterator is made
-            position = tf.ensure_shape(tf.numpy_function(next_position, [], tf.int64), [2])
-            return of_steps(*tf.unstack(position))
-
-        dataset = tf.data.Dataset.range(1).flat_map(of_next)
-        dataset.row_numbers = self  # which the functions do not keep alive
-        return dataset
+        return self.steps().batch(per_call).map(read).unbatch().map(cut)
 
     def _rows(self, first: np.int64, end: np.int64) -> list[NDArray[np.int64]]:
         """Of each of some steps the pass, the number of rows, and their numbers, in front in [steps, `num_own`]."""
@@ -283,7 +273,7 @@ class RowBatches:
         if not self.is_even:
 
             def header(step: tf.Tensor) -> Header:
-                rows = tf.where(step < numbers.num_whole, global_batch_size, numbers.rest)
+                rows = tf.where(step % numbers.num_steps < numbers.num_whole, global_batch_size, numbers.rest)
                 return parts.header(tf.cast(rows, tf.int64))
 
             batches = tf.data.Dataset.zip(numbers.steps().map(header), batches)

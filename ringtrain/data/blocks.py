@@ -1,9 +1,12 @@
-"""Blocks of rows: what is read of a file at once."""
+"""Blocks of rows: what is read of a file at once, ahead, and kept in memory."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
@@ -14,6 +17,11 @@ MAX_ROWS, MAX_BYTES = 4096, 8 << 20
 """a block of successive rows ends with the row that reaches one of them"""
 Columns = dict[str, NDArray[Any]]
 """Values of a block by column, [rows, ...]."""
+Values = list[NDArray[Any]]
+"""arrays with the rows of a block"""
+NUM_THREADS = 2
+BYTES_OF_OBJECT = 33
+"""memory of an object of bytes besides its content"""
 
 
 class Block(NamedTuple):
@@ -66,3 +74,54 @@ def text_of(error: Exception) -> str:
     text = re.sub(r"\{\{.*?\}\} ?| \[Op:.*", "", getattr(error, "message", str(error))).strip()
     text = re.sub(r"^assertion failed: \[(.*)\]", r"\1", text)
     return text.partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+# ---- blocks in memory ------------------------------------------------------------------------------------------------
+
+
+def num_bytes(values: Values) -> int:
+    """Memory of a block, with its texts."""
+    texts = [array for array in values if array.dtype.kind == "O"]
+    of_texts = sum(len(text) + BYTES_OF_OBJECT for array in texts for text in array.flat)
+    return sum(array.nbytes for array in values) + of_texts
+
+
+class BlockCache:
+    """Blocks by number, read by threads, of which those that were not used for longest are dropped."""
+
+    def __init__(self, read: Callable[[int], Values], max_blocks: int, num_threads: int = NUM_THREADS) -> None:
+        self.read, self.max_blocks = read, max_blocks  # besides those of a call
+        self._blocks: OrderedDict[int, Future[Values]] = OrderedDict()
+        """the last one was started or used last"""
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(num_threads, "ringtrain-blocks")
+
+    def start(self, numbers: Iterable[int]) -> None:
+        """Starts to read blocks that are not there."""
+        with self._lock:
+            self._start(numbers)
+
+    def take(self, numbers: Collection[int]) -> dict[int, Values]:
+        """Returns blocks by number; raises DataError if one cannot be read, which the next call tries again."""
+        with self._lock:
+            self._start(numbers)
+            futures = {number: self._blocks[number] for number in numbers}
+        blocks = {number: future.result() for number, future in futures.items()}
+        with self._lock:
+            self._drop(blocks)
+        return blocks
+
+    def _start(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            future = self._blocks.get(number)
+            if future is None or (future.done() and future.exception()):
+                self._blocks[number] = self._threads.submit(self.read, number)
+            self._blocks.move_to_end(number)
+
+    def _drop(self, used: Collection[int]) -> None:
+        """Drops blocks down to the limit, the oldest first, but none of a call."""
+        for number, future in [*self._blocks.items()]:
+            if len(self._blocks) <= self.max_blocks:
+                break
+            if number not in used and future.done():
+                del self._blocks[number]

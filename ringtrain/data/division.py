@@ -38,6 +38,7 @@ READS = re.compile("ReadVariableOp|LookupTable(Find|Size)V2|Assert|Print(V2)?|(S
 """Operations that TensorFlow counts as stateful, and that change nothing."""
 MAPS = ("_MapDataset", "_ParallelMapDataset")
 BATCHES = ("_BatchDataset", "_ParallelBatchDataset")
+REPEAT = "_RepeatDataset"
 UNCHANGED = ("_PrefetchDataset", "_OptionsDataset", "_AssertCardinalityDataset")
 """datasets with the elements of their inputs"""
 
@@ -73,49 +74,30 @@ class Division:
 
 
 def division_of(dataset: Any) -> tuple[Division | None, str]:
-    """The division of a pipeline; None and what stands in the way, as a phrase, if there is none; "": it has no map."""
-    if not _has_map(dataset):
-        return None, ""
+    """The division of a pipeline; None and what stands in the way, as a phrase, if there is none."""
     batch, num_passes = dataset, 1
-    while type(batch).__name__ in (*UNCHANGED, "_RepeatDataset"):
-        if type(batch).__name__ == "_RepeatDataset":
-            if num_passes != 1:
-                return None, "it is repeated twice"
-            num_passes = int(batch._count)
+    while type(batch).__name__ in (*UNCHANGED, REPEAT):
+        if type(batch).__name__ == REPEAT:
+            count = int(batch._count)
+            num_passes = -1 if -1 in (count, num_passes) else num_passes * count
         (batch,) = batch._inputs()
     if type(batch).__name__ not in BATCHES:
-        return None, f"it ends with {_name_of(batch)}(), not with batch()"
+        return None, "it does not end with batch()"
     maps: list[Any] = []
+    state = ""
     (rows,) = batch._inputs()
     while type(rows).__name__ in (*UNCHANGED, *MAPS):
-        if _is_map(rows):
+        if type(rows).__name__ in MAPS:
             state = state_of(rows._map_func.function)
-            if state and not maps:
-                return None, f"map() with {state}"
             if state:
                 break
             maps.insert(0, rows)
         (rows,) = rows._inputs()
     if not maps:
-        return None, f"{_name_of(rows)}() comes after map(): put it before"
+        return None, f"map() with {state}" if state else "no map() stands right before batch()"
     if not _are_of_one_shape(rows):
         return None, "its rows before map() may have several shapes"
     return Division(dataset, rows, maps, batch, num_passes), ""
-
-
-def _is_map(dataset: Any) -> bool:
-    return type(dataset).__name__ in MAPS
-
-
-def _has_map(dataset: Any) -> bool:
-    """Returns whether there is a map in the pipeline that ends with this dataset."""
-    return _is_map(dataset) or any(map(_has_map, dataset._inputs()))
-
-
-def _name_of(dataset: Any) -> str:
-    """Name of the method that makes such a dataset."""
-    name = type(dataset).__name__.strip("_").removesuffix("Dataset")
-    return re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 def _are_of_one_shape(rows: Any) -> bool:

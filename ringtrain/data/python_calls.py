@@ -91,15 +91,11 @@ def tensors_of(method: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequen
         return [tf.identity(one) for one in found]
 
 
-RAISED = re.compile(r"^ringtrain\.errors\.DataError: (.+)$", re.MULTILINE)
 ASSERTED = re.compile(r"assertion failed: \[DataError: (.*?)\](?:\s*\[\[|\s*$)", re.MULTILINE)
 
 
 def text_of_data_error(error: Exception) -> str:
     """Text of the DataError by which an operation of a pipeline has failed; "": it was another error."""
-    raised = RAISED.search(str(error))  # in a function of `tf.numpy_function`
-    if raised:
-        return raised[1]
     asserted = ASSERTED.search(str(error))
     if not asserted:
         return ""

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from ringtrain.data import augment, division
 from ringtrain.data.arrays import NumberedRows, RowNumbers
-from ringtrain.data.block_cache import NUM_THREADS, BlockCache, num_bytes
-from ringtrain.data.blocks import Columns, text_of
+from ringtrain.data.blocks import NUM_THREADS, BlockCache, Columns, num_bytes, text_of
 from ringtrain.data.data_files import files_of
 from ringtrain.data.parts import Parts
 from ringtrain.data.python_calls import of_tensorflow, tensors_of, weakly
@@ -96,12 +95,13 @@ class Records:
         self.specs = [(array.dtype, array.shape[1:]) for array in values]
         """dtype of each part, and shape of its rows"""
         self.bytes_of_row = max(1, num_bytes(values) / self.blocks[0].num_rows)
-        max_bytes = int(memory_mb * 2**20)
+        self.max_bytes = int(memory_mb * 2**20)
         sizes = [block.end - block.begin or block.num_rows for block in self.blocks]
-        of_largest = num_bytes(values) * max(sizes) / sizes[0]
-        self.lanes = next((number for number in LANES if 2 * number * of_largest <= max_bytes), 1)
+        of_size = max(1, num_bytes(values)) / sizes[0]
+        self.lanes = next((number for number in LANES if 2 * number * of_size * max(sizes) <= self.max_bytes), 1)
+        max_blocks = int(self.max_bytes / of_size / np.mean(sizes))
         is_remote = any(block.file.is_remote for block in self.blocks)
-        self.cache = BlockCache(weakly(self.block), max_bytes, REMOTE_READERS if is_remote else NUM_THREADS)
+        self.cache = BlockCache(weakly(self.block), max_blocks, REMOTE_READERS if is_remote else NUM_THREADS)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -255,7 +255,7 @@ class RecordRows(NumberedRows):
 
         records = self.records
         start = of_tensorflow(records.start)
-        num_ahead = max(1, min(AHEAD, int(records.cache.max_bytes / 4 / records.bytes_of_row / batch_size)))
+        num_ahead = max(1, min(AHEAD, int(records.max_bytes / 4 / records.bytes_of_row / batch_size)))
 
         def started(epoch: tf.Tensor, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return epoch, tf.ensure_shape(tf.numpy_function(start, [numbers], tf.int64), numbers.shape)

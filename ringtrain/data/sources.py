@@ -11,7 +11,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,17 +62,11 @@ def mnist_like(config: DataConfig) -> DataSet:
     return checked(f"{config.name} in {folder}", split("train"), split("t10k"), num_classes=10)
 
 
-def npz(config: DataConfig) -> DataSet:
-    """Reads samples with integer classes from one file that numpy.savez wrote. Raises DataError."""
-    path, train, test = arrays_of_npz(config)
-    return checked(path, train, test, config.num_classes)
-
-
-def arrays_of_npz(config: DataConfig) -> tuple[str, Any, Any]:
+def npz(config: DataConfig) -> tuple[str, Any, Any]:
     """Reads (x_train, y_train) and (x_test, y_test) of one file; returns its path, too. Raises DataError."""
-    if not config.file and not config.dir:
-        raise DataError(f"{config.name}: give its file with --data.file, or its directory with --data.dir")
-    path = Path(config.dir, config.file) if config.file else _only_npz(Path(config.dir))
+    if not config.file:
+        raise DataError(f"{config.name}: give its file with --data.file")
+    path = Path(config.dir, config.file)
     names = ("x_train", "y_train", "x_test", "y_test")
     try:
         with np.load(path, allow_pickle=False) as arrays:
@@ -102,13 +96,6 @@ def records(config: DataConfig) -> FitArguments:
 
     train = of(config.url, None)
     return FitArguments(x=train, validation_data=of(config.test_url, train.class_names) if config.test_url else None)
-
-
-def _only_npz(folder: Path) -> Path:
-    files = sorted(path for path in folder.iterdir() if path.suffix == ".npz")
-    if len(files) != 1:
-        raise DataError(f"{folder}: contains {len(files)} files that end in .npz: name one with --data.file")
-    return files[0]
 
 
 def synthetic(config: DataConfig) -> DataSet:
@@ -216,7 +203,7 @@ def _images(config: DataConfig, train: Records, test: Records, num_classes: int,
     return DataSet(splits[0], splits[1], num_classes, (size, size, 3), of_classes=True)
 
 
-DATASETS: dict[str, Callable[[DataConfig], DataSet | FitArguments]] = {
+DATASETS: dict[str, Callable[[DataConfig], Any]] = {
     "digits": digits,
     "fashion-mnist": mnist_like,
     "image-folder": image_folder,
@@ -231,16 +218,8 @@ ANY_TARGETS = ("npz", "records")
 """names of data whose targets need not be integer classes"""
 
 
-@overload
-def source(config: DataConfig) -> Callable[[], DataSet]: ...
-
-
-@overload
-def source(config: DataConfig, of_classes: bool | None) -> Callable[[], DataSet | FitArguments]: ...
-
-
-def source(config: DataConfig, of_classes: bool | None = True) -> Callable[[], DataSet | FitArguments]:
-    """Returns a function that reads data.name: a DataSet if `of_classes` (None: if possible), else what `fit` takes."""
+def source(config: DataConfig, of_classes: bool | None = True) -> Callable[[], Any]:
+    """Returns a function that reads data.name: a DataSet if `of_classes` (None: if possible), else FitArguments."""
     function = find("data.name", config.name, DATASETS)
     if of_classes is False and config.name in DATASETS and config.name not in ANY_TARGETS:
         raise ConfigError(
@@ -252,13 +231,13 @@ def source(config: DataConfig, of_classes: bool | None = True) -> Callable[[], D
         if config.name not in DATASETS:
             return _classes_or_arguments(config.name, function(), config.num_classes, of_classes)
         try:
-            if config.name == "npz" and not of_classes:
-                name, *result = arrays_of_npz(config)
-                return _classes_or_arguments(name, result, config.num_classes, of_classes)
-            found: DataSet | FitArguments = function(config)
-            return found
+            found: Any = function(config)
         except OSError as error:  # e.g. a directory without permission
             raise DataError(f"{error.filename or config.name}: cannot be read: {error.strerror or error}") from error
+        if isinstance(found, tuple):
+            path, *pairs = found
+            return _classes_or_arguments(path, pairs, config.num_classes, of_classes)
+        return found
 
     return read
 

@@ -204,14 +204,14 @@ def save_npz(path: Path, **changes) -> Path:
     return path
 
 
-def test_npz_by_file_by_folder_and_by_both(tmp_path):
+def test_npz_by_file_and_by_folder_and_file(tmp_path):
     path = save_npz(tmp_path / "mine.npz")
-    for place in ({"file": str(path)}, {"dir": str(tmp_path)}, {"dir": str(tmp_path), "file": "mine.npz"}):
+    for place in ({"file": str(path)}, {"dir": str(tmp_path), "file": "mine.npz"}):
         data_set = data.source(DataConfig(name="npz", **place))()
         assert np.array_equal(data_set.train.nest[0], arrays(9)[0])
         assert data_set.test.nest[1].tolist() == [0, 1, 2]
         assert (data_set.num_classes, data_set.input_shape) == (3, (4, 4, 3))
-    assert data.source(DataConfig(name="npz", dir=str(tmp_path), num_classes=5))().num_classes == 5
+    assert data.source(DataConfig(name="npz", file=str(path), num_classes=5))().num_classes == 5
 
 
 def pickled(path: Path) -> None:
@@ -251,14 +251,6 @@ def test_broken_npz_is_named(tmp_path, case):
     with pytest.raises(DataError) as error:
         data.source(DataConfig(name="npz", file=str(path), num_classes=3))()
     assert str(error.value).startswith(message.format(path=path)) and "\n" not in str(error.value)
-
-
-def test_npz_of_a_folder_has_to_be_the_only_one(tmp_path):
-    for number in (0, 2):
-        with pytest.raises(DataError, match=f"contains {number} files that end in .npz: name one with --data.file"):
-            data.source(DataConfig(name="npz", dir=str(tmp_path)))()
-        save_npz(tmp_path / "a.npz")
-        save_npz(tmp_path / "b.npz")
 
 
 def test_rows_are_shuffled_in_training_and_bytes_become_fractions() -> None:

@@ -265,7 +265,7 @@ def test_missing_files_are_named(photographs: Path, case: str) -> None:
     assert str(error.value).startswith(message.format(path=photographs / name / path, root=photographs / name))
 
 
-@pytest.mark.parametrize("name", [*SOURCES, "npz"])
+@pytest.mark.parametrize("name", [*SOURCES])
 def test_a_source_that_needs_a_directory_asks_for_it(name: str) -> None:
     with pytest.raises(DataError, match=rf"{name}: give its .* with --data.dir"):
         data.source(DataConfig(name=name))()
@@ -306,7 +306,6 @@ def forbidden(path: Path) -> Iterator[None]:
         ("imagenet-tfrecords", "."),
         ("imagenet-tfrecords", "train-00001-of-00002"),
         ("imagenet-tfrecords", "labels.txt"),
-        ("npz", "."),
     ],
 )
 def test_files_without_permission_are_named(open_to_all: Path, name: str, path: str) -> None:

@@ -19,7 +19,7 @@ import tensorflow as tf
 import ringtrain
 from ringtrain import from_rank_0
 from ringtrain.data import blocks
-from ringtrain.data.block_cache import BlockCache, num_bytes
+from ringtrain.data.blocks import BlockCache, num_bytes
 from ringtrain.data.parts import Parts
 from ringtrain.data.records import LANES, RecordRows, Records
 from ringtrain.errors import DataError
@@ -115,13 +115,13 @@ def test_blocks_are_dropped_at_the_limit_but_not_before_they_are_used() -> None:
         read.append(number)
         return [np.full(100, number, np.int64)]
 
-    cache = BlockCache(block, max_bytes=5 * 800)
+    cache = BlockCache(block, max_blocks=5)
     for number in range(20):
         cache.start([number + 1, number + 2])
         assert cache.take([number])[number][0][0] == number
     cache.take([20, 21])
     assert sorted(read) == [*range(22)]
-    assert len(cache._sizes) <= 5
+    assert len(cache._blocks) <= 5
     cache.take([0])
     assert read[-1] == 0  # was dropped
     together = cache.take(range(30, 40))  # more than the limit
@@ -129,7 +129,7 @@ def test_blocks_are_dropped_at_the_limit_but_not_before_they_are_used() -> None:
 
 
 def test_blocks_that_an_iteration_has_left_are_dropped_before_those_in_use() -> None:
-    cache = BlockCache(lambda number: [np.zeros(100, np.int64)], max_bytes=4 * 800)
+    cache = BlockCache(lambda number: [np.zeros(100, np.int64)], max_blocks=4)
     cache.start(range(100, 130))  # of an iteration that ends before it uses them
     cache.take(range(100, 130))
     cache.start(range(200, 230))
@@ -137,11 +137,11 @@ def test_blocks_that_an_iteration_has_left_are_dropped_before_those_in_use() -> 
         cache.take([1, 2])
     read = counted(cache)
     cache.take([1, 2])
-    assert not read and len(cache._sizes) <= 4
+    assert not read and len(cache._blocks) <= 4
 
 
 def test_many_threads_read_a_block_once() -> None:
-    cache = BlockCache(lambda number: [np.zeros(1)], max_bytes=1 << 20)
+    cache = BlockCache(lambda number: [np.zeros(1)], max_blocks=99)
     read = counted(cache)
     threads = [threading.Thread(target=cache.take, args=([1, 2],)) for _ in range(8)]
     for thread in threads:
@@ -154,7 +154,7 @@ def test_many_threads_read_a_block_once() -> None:
 def test_lanes_follow_from_memory(folder: Path) -> None:
     rows = records(folder)
     of_largest = rows.bytes_of_row * max(block.num_rows for block in rows.blocks)
-    assert rows.lanes == LANES[0] and rows.lanes * 2 * of_largest <= rows.cache.max_bytes
+    assert rows.lanes == LANES[0] and rows.lanes * 2 * of_largest <= rows.max_bytes
     assert RecordRows(rows, shuffle=True).plan["files"].startswith("3 of TFRecord, 12 blocks")
 
 
@@ -212,7 +212,7 @@ def test_a_block_that_could_not_be_read_is_tried_again() -> None:
             raise errors.pop()
         return [np.zeros(1)]
 
-    cache = BlockCache(read, max_bytes=800)
+    cache = BlockCache(read, max_blocks=1)
     with pytest.raises(DataError, match="down"):
         cache.take([1])
     assert cache.take([1])[1][0] == 0
