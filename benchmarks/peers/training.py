@@ -67,7 +67,8 @@ class Training:
         """
         size, rows = self.numbers.batch_size, self.data_set.train
         order = rows.order_of_pass(size * self.num_workers, self.config.seed, 0)
-        chosen = order.rows(0, order.num_whole, range(workers.start * size, workers.stop * size)).reshape(-1)
+        places = range(workers.start * size, workers.stop * size)
+        chosen = np.concatenate([order.rows(step, places) for step in range(order.num_whole)])
         inputs, labels = rows.nest  # type: ignore[attr-defined]
         return inputs[chosen], labels[chosen]
 

@@ -19,10 +19,6 @@ from ringtrain.data.row_order import Order
 if TYPE_CHECKING:
     import tensorflow as tf
 
-ROWS_AT_ONCE = 1 << 14
-"""rows of a rank whose numbers are made at once, at least those of one step"""
-ROWS_IN_LANES = 1 << 20
-"""rows of all ranks, of whose lanes they are"""
 LARGE = 64 << 20
 """bytes from which on an array is not copied by a pipeline; rows of a smaller copy take less time of the processor"""
 
@@ -203,32 +199,18 @@ class RowNumbers:
         import tensorflow as tf
 
         rows = of_tensorflow(self._rows)
-        per_call = max(1, min(ROWS_AT_ONCE // self.num_own, ROWS_IN_LANES // self._global_batch_size))
 
-        def read(steps: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            passes, lengths, numbers = tf.numpy_function(rows, [steps[0], steps[-1] + 1], [tf.int64] * 3)
-            numbers = tf.ensure_shape(numbers, [None, self.num_own])
-            return tf.ensure_shape(passes, [None]), tf.ensure_shape(lengths, [None]), numbers
+        def read(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            number, numbers = tf.numpy_function(rows, [step], [tf.int64] * 2)
+            return tf.ensure_shape(number, []), tf.ensure_shape(numbers, [num_rows])
 
-        def cut(number: tf.Tensor, length: tf.Tensor, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            return number, numbers[:length] if num_rows is None else numbers
+        return self.steps().map(read)
 
-        return self.steps().batch(per_call).map(read).unbatch().map(cut)
-
-    def _rows(self, first: np.int64, end: np.int64) -> list[NDArray[np.int64]]:
-        """Of each of some steps the pass, the number of rows, and their numbers, in front in [steps, `num_own`]."""
-        passes, lengths, rows, step = [], [], [], int(first)
-        while step < end:
-            number, begin = divmod(step, self.num_steps)
-            is_whole = begin < self.num_whole
-            stop = min(begin + int(end) - step, self.num_whole if is_whole else self.num_steps)
-            places = self._places[0 if is_whole else -1]
-            found = self._order(number).rows(begin, stop, places)
-            rows.append(np.pad(found, [(0, 0), (0, self.num_own - len(places))]))
-            passes += [number] * (stop - begin)
-            lengths += [len(places)] * (stop - begin)
-            step += stop - begin
-        return [np.array(passes), np.array(lengths), np.concatenate(rows)]
+    def _rows(self, step: np.int64) -> tuple[np.int64, NDArray[np.int64]]:
+        """Pass of a step, and the numbers of this rank's rows in it."""
+        number, in_pass = divmod(step, self.num_steps)
+        places = self._places[0 if in_pass < self.num_whole else -1]
+        return np.int64(number), self._order(int(number)).rows(int(in_pass), places)
 
     def _order(self, number: int) -> Order:
         last_pass = self._last_pass

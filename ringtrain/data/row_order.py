@@ -83,27 +83,21 @@ class Order:
         self.num_steps = -(-len(line) // global_batch_size)
         self._lanes = [part_of(global_batch_size, lane, num_lanes) for lane in range(num_lanes)]
 
-    def batch(self, step: int) -> NDArray[np.int64]:
-        """Rows of one batch."""
-        first_place = step * self._batch_size
-        num_rows = min(self._batch_size, len(self._line) - first_place)
-        return self.rows(step, step + 1, range(num_rows))[0]
-
-    def rows(self, first: int, end: int, places: ArrayLike) -> NDArray[np.int64]:
-        """Rows at these places of batches, [end - first, len(places)]; the last, smaller batch comes alone."""
+    def rows(self, step: int, places: ArrayLike | None = None) -> NDArray[np.int64]:
+        """Rows at these places of a batch; None: all."""
+        if places is None:
+            places = range(min(self._batch_size, len(self._line) - step * self._batch_size))
         chosen = np.asarray(places)
-        if end > self.num_whole:
-            rest = self._line[first * self._batch_size : len(self._line)]
-            return rest[chosen][np.newaxis]
+        if step >= self.num_whole:  # the last, smaller one
+            return self._line[step * self._batch_size : len(self._line)][chosen]
         # Only the lanes are read that have one of the places.
-        lanes = [(begin, stop) for begin, stop in self._lanes if begin <= chosen.max() and stop > chosen.min()]
-        columns = []
-        for begin, stop in lanes:
-            width = stop - begin
+        lanes = [(begin, end) for begin, end in self._lanes if begin <= chosen.max() and end > chosen.min()]
+        pieces = []
+        for begin, end in lanes:
             start = self.num_whole * begin  # of the lane in the line
-            numbers = self._line[start + first * width : start + end * width]
-            columns.append(numbers.reshape(end - first, width))
-        return np.concatenate(columns, axis=1)[:, chosen - lanes[0][0]]
+            width = end - begin
+            pieces.append(self._line[start + step * width : start + (step + 1) * width])
+        return np.concatenate(pieces)[chosen - lanes[0][0]]
 
 
 def lane_order(block_rows: Sequence[int], num_lanes: int, global_batch_size: int, seed: int, epoch: int) -> Order:

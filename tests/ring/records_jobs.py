@@ -64,7 +64,7 @@ def records_in_files() -> None:
     x, y = X[numbers % 100].astype(np.float32), _scaled(0, (Y[numbers % 100] + numbers[:, None]).astype(np.float32))[1]
     for epoch in range(2):
         of_epoch = RecordRows(rows(), shuffle=True).order_of_pass(32, 0, epoch)
-        order = np.concatenate([of_epoch.batch(step) for step in range(of_epoch.num_steps)])
+        order = np.concatenate([of_epoch.rows(step) for step in range(of_epoch.num_steps)])
         assert sorted(order) == list(range(NUM))
         reference.fit(x[order], y[order], batch_size=32, shuffle=False, verbose=0)
     assert distance(ours, reference) < 1e-6, distance(ours, reference)

@@ -66,7 +66,7 @@ def test_every_row_is_trained_once_by_the_rank_that_has_it(batch_size: int, last
             assert numbers_in(batches.of_rank(train, batch_size, rank, SIZE, epoch=epoch, first_step=1)) == found[1:]
             trained += [number for step in found[: None if last[rank] else -1] for number in step]
             order = train.order_of_pass(batch_size, 3, epoch)
-            orders.append(np.concatenate([order.batch(step) for step in range(order.num_steps)]).tolist())
+            orders.append(np.concatenate([order.rows(step) for step in range(order.num_steps)]).tolist())
         assert sorted(trained) == list(range(NUM_TRAIN)) == sorted(orders[-1])
     assert orders[0] == orders[1] == orders[2] != orders[3] == orders[5], "every rank knows the whole order"
 
