@@ -42,10 +42,9 @@ class DataConfig:
     """Training and test data."""
 
     name: str = "digits"
-    """digits, fashion-mnist, mnist, npz, image-folder, imagenet-tfrecords, records, synthetic, spark, or
-    module:function"""
+    """digits, npz, image-folder, imagenet-tfrecords, records, synthetic, spark, or module:function"""
     dir: Annotated[str, needs_other("data.name", "digits", "spark", "synthetic")] = ""
-    """folder with the data's files; empty: fashion-mnist and mnist look in Debian's folder"""
+    """folder with the data's files"""
     file: Annotated[str, needs("data.name", "npz")] = ""
     """file that npz reads, in dir if that is given"""
     url: Annotated[tuple[str, ...], needs("data.name", "records")] = ()

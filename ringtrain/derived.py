@@ -40,7 +40,7 @@ def scaled_batch(config: Config, global_batch_size: int) -> int:
     return global_batch_size
 
 
-IMAGES = ("digits", "fashion-mnist", "mnist", "image-folder", "imagenet-tfrecords", "synthetic")
+IMAGES = ("digits", "image-folder", "imagenet-tfrecords", "synthetic")
 WITH_ROWS = ("arrays", "records", "npz", "spark")
 """names of data whose rows are counted, also where a step has one; a stream without a number of rows has 1"""
 

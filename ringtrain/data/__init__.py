@@ -1,7 +1,7 @@
 """Data by name, module:function or as arguments of Keras' fit, and the rows of each rank as tf.data pipelines.
 
 dataset:        training and test data of a run
-sources:        data by name: digits, MNIST, images, synthetic, npz
+sources:        data by name: digits, images, synthetic, npz
 classes:        arrays with an integer class for each row
 spark_rows:     rows that Spark streams to this rank
 arrays:         arrays as Keras' fit takes them, and a rank's rows of each global batch

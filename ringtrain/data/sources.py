@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gzip
-import math
 import re
-import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -14,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ringtrain.config import DataConfig
 from ringtrain.config_io import find, imported
@@ -26,8 +22,6 @@ from ringtrain.data.records import RecordRows, Records
 from ringtrain.data.spark_rows import spark
 from ringtrain.errors import ConfigError, DataError
 
-DEBIAN_FOLDER = Path("/usr/share/datasets")
-UNSIGNED_BYTE = 8  # type code of IDX
 TEST_FOLDERS = ("val", "test")
 IMAGE_SIZE = 224
 LABELS_FILE = "labels.txt"
@@ -43,23 +37,6 @@ def digits(config: DataConfig) -> DataSet:
     images = (images.reshape(-1, 8, 8) / 16).astype(np.float32)
     train_x, test_x, train_y, test_y = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
     return checked(config.name, (train_x, train_y), (test_x, test_y))
-
-
-def mnist_like(config: DataConfig) -> DataSet:
-    """Reads 60000 training and 10000 test images of 28x28 pixels from four IDX files in data.dir. Raises DataError."""
-    folder = Path(config.dir) if config.dir else DEBIAN_FOLDER / config.name  # of Debian's package
-    if not config.dir and not folder.exists():
-        of_keras = f"keras.datasets.{config.name.replace('-', '_')}"
-        raise DataError(
-            f"{config.name}: not on this host: give the directory of its four IDX files with --data.dir, or download it"
-            f" by {of_keras}.load_data() and use --data.name {of_keras}:load_data"
-        )
-
-    def split(part: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        images = read_idx(find_idx(folder, f"{part}-images-idx3-ubyte"), num_dimensions=3)
-        return images, read_idx(find_idx(folder, f"{part}-labels-idx1-ubyte"), num_dimensions=1)
-
-    return checked(f"{config.name} in {folder}", split("train"), split("t10k"), num_classes=10)
 
 
 def npz(config: DataConfig) -> tuple[str, Any, Any]:
@@ -108,41 +85,6 @@ def synthetic(config: DataConfig) -> DataSet:
     images = np.clip(prototypes[labels] + noise, 0, 1)
     num_test = config.num_samples // 8
     return checked(config.name, (images[num_test:], labels[num_test:]), (images[:num_test], labels[:num_test]))
-
-
-def read_idx(path: Path, num_dimensions: int) -> NDArray[np.uint8]:
-    """Reads an IDX file of unsigned bytes, also gzipped: 3 dimensions for images, 1 for labels. Raises DataError."""
-    try:
-        content = path.read_bytes()
-        if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: damaged gzip file: {error}: download the file again") from error
-    header = 4 + 4 * num_dimensions
-    if len(content) < header:
-        raise DataError(f"{path}: truncated: got {len(content)} bytes, expected a header of {header} bytes")
-    got, expected = int.from_bytes(content[:4]), UNSIGNED_BYTE << 8 | num_dimensions
-    if got != expected:
-        raise DataError(
-            f"{path}: not IDX with {num_dimensions} dimension{'s' if num_dimensions != 1 else ''} of unsigned bytes:"
-            f" got magic number {got}, expected {expected}"
-        )
-    shape = struct.unpack(f">{num_dimensions}I", content[4:header])
-    if len(content) != header + math.prod(shape):
-        expected = header + math.prod(shape)
-        problem = "longer than its header says"
-        if len(content) < expected:
-            problem = "truncated"
-        raise DataError(f"{path}: {problem}: got {len(content)} bytes, expected {expected}: download the file again")
-    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
-
-
-def find_idx(folder: Path, stem: str) -> Path:
-    """Returns the path of a file, e.g. "train-images-idx3-ubyte", or of its .gz. Raises DataError without either."""
-    for path in (folder / stem, folder / f"{stem}.gz"):
-        if path.exists():
-            return path
-    raise DataError(f"{folder / stem}: not found, nor the same with .gz")
 
 
 def _folder_of(config: DataConfig) -> Path:
@@ -205,10 +147,8 @@ def _images(config: DataConfig, train: Records, test: Records, num_classes: int,
 
 DATASETS: dict[str, Callable[[DataConfig], Any]] = {
     "digits": digits,
-    "fashion-mnist": mnist_like,
     "image-folder": image_folder,
     "imagenet-tfrecords": imagenet_tfrecords,
-    "mnist": mnist_like,
     "npz": npz,
     "records": records,
     "spark": spark,

@@ -23,7 +23,7 @@ class Accuracy(keras.callbacks.Callback):
     """Appends [step, test accuracy] to a file; each rank evaluates its part of the test samples."""
 
     def on_train_begin(self, logs: Any = None) -> None:
-        test = data.source(DataConfig(name="fashion-mnist"))().test
+        test = data.source(DataConfig(name="keras.datasets.fashion_mnist:load_data"))().test
         own = data.evaluation_shard(len(test), hvd.rank(), hvd.size(), 500)
         self.batches, self.num_test = data.evaluation_batches(test, own, 500), len(test)
         self.predict = tf.function(lambda x: self.model(x, training=False), autograph=False)

@@ -1,9 +1,7 @@
-"""Data by name: the IDX format, arrays in a file, and what their rows become."""
+"""Data by name: arrays in a file, and what their rows become."""
 
 from __future__ import annotations
 
-import gzip
-import struct
 from pathlib import Path
 
 import batches
@@ -12,98 +10,8 @@ import pytest
 
 from ringtrain import data
 from ringtrain.config import DataConfig
-from ringtrain.data import sources
 from ringtrain.data.classes import checked
-from ringtrain.data.sources import DEBIAN_FOLDER
 from ringtrain.errors import ConfigError, DataError
-
-NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-
-
-def encode(array: np.ndarray) -> bytes:
-    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
-
-
-def write_idx(folder: Path, zipped: bool = False) -> dict[str, np.ndarray]:
-    draw = np.random.default_rng(0)
-    arrays = {
-        NAMES[0]: draw.integers(0, 256, (20, 5, 4), np.uint8),
-        NAMES[1]: np.arange(20, dtype=np.uint8) % 10,
-        NAMES[2]: draw.integers(0, 256, (7, 5, 4), np.uint8),
-        NAMES[3]: np.arange(7, dtype=np.uint8) % 10,
-    }
-    for name, array in arrays.items():
-        content = encode(array)
-        (folder / f"{name}{'.gz' * zipped}").write_bytes(gzip.compress(content) if zipped else content)
-    return arrays
-
-
-@pytest.mark.parametrize("zipped", [False, True])
-@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
-def test_idx_files_are_read_zipped_or_not(tmp_path, name, zipped):
-    arrays = write_idx(tmp_path, zipped)
-    data_set = data.source(DataConfig(name=name, dir=str(tmp_path)))()
-    for rows, of_images, of_labels in ((data_set.train, *NAMES[:2]), (data_set.test, *NAMES[2:])):
-        images, labels = rows.nest
-        assert np.array_equal(images[..., 0], arrays[of_images]) and np.array_equal(labels, arrays[of_labels])
-    assert (data_set.num_classes, data_set.input_shape) == (10, (5, 4, 1))
-
-
-whole = encode(np.zeros((20, 5, 4), np.uint8))
-BAD_CONTENT = {
-    "empty": (b"", "truncated: got 0 bytes, expected a header of 16 bytes"),
-    "cut": (whole[:-3], "truncated: got 413 bytes, expected 416"),
-    "long": (whole + b"x", "longer than its header says: got 417 bytes, expected 416"),
-    "text": (b"<!DOCTYPE html><html>404 not found</html>", "got magic number 1008813135, expected 2051"),
-    "labels for images": (encode(np.zeros(20, np.uint8)), "got magic number 2049, expected 2051"),
-    "gzip cut": (gzip.compress(whole)[:-9], "damaged gzip file: "),
-    "gzip flipped": (gzip.compress(whole)[:-8] + b"\0\0\0\0\0\0\0\0", "damaged gzip file: "),
-    "gzip garbage": (b"\x1f\x8b" + b"garbage" * 9, "damaged gzip file: "),
-}
-
-
-@pytest.mark.parametrize("case", BAD_CONTENT)
-def test_corrupt_file_is_named_with_what_is_wrong(tmp_path, case):
-    content, message = BAD_CONTENT[case]
-    write_idx(tmp_path)
-    (tmp_path / NAMES[0]).write_bytes(content)
-    with pytest.raises(DataError) as error:
-        data.source(DataConfig(name="mnist", dir=str(tmp_path)))()
-    assert str(error.value).startswith(str(tmp_path / NAMES[0])) and message in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("position", range(2, 16))
-def test_any_flipped_byte_of_the_header_is_noticed(tmp_path, position):
-    content = bytearray(whole)
-    content[position] ^= 1
-    (tmp_path / "x").write_bytes(content)
-    with pytest.raises(DataError):
-        sources.read_idx(tmp_path / "x", 3)
-
-
-def test_missing_file_is_named(tmp_path):
-    write_idx(tmp_path)
-    (tmp_path / NAMES[3]).unlink()
-    with pytest.raises(DataError, match=rf"{tmp_path / NAMES[3]}: not found, nor the same with .gz"):
-        data.source(DataConfig(name="mnist", dir=str(tmp_path)))()
-    with pytest.raises(DataError, match="not found"):
-        data.source(DataConfig(name="mnist", dir=str(tmp_path / "nowhere")))()
-
-
-def test_folder_instead_of_file(tmp_path):
-    write_idx(tmp_path)
-    (tmp_path / NAMES[0]).unlink()
-    (tmp_path / NAMES[0]).mkdir()
-    with pytest.raises(DataError, match="cannot be read: Is a directory"):
-        data.source(DataConfig(name="mnist", dir=str(tmp_path)))()
-
-
-def test_as_many_labels_as_images(tmp_path):
-    write_idx(tmp_path)
-    (tmp_path / NAMES[1]).write_bytes(encode(np.zeros(19, np.uint8)))
-    with pytest.raises(DataError, match=r"inputs of shape \(20, 5, 4\) and labels of shape \(19,\)"):
-        data.source(DataConfig(name="mnist", dir=str(tmp_path)))()
 
 
 def test_digits_are_real_deterministic_and_split_evenly():
@@ -121,14 +29,6 @@ def test_synthetic_is_the_same_every_time_and_as_large_as_asked():
     first, second = (data.source(config)() for _ in range(2))
     assert (len(first.train), len(first.test), first.input_shape) == (70, 10, (6, 6, 1))
     assert np.array_equal(first.train.nest[0], second.train.nest[0])
-
-
-def test_fashion_mnist_of_debians_package():
-    if not (DEBIAN_FOLDER / "fashion-mnist").exists():
-        pytest.skip(f"Debian's package dataset-fashion-mnist is not installed: no {DEBIAN_FOLDER}/fashion-mnist")
-    data_set = data.source(DataConfig(name="fashion-mnist"))()
-    assert (len(data_set.train), len(data_set.test), data_set.input_shape) == (60000, 10000, (28, 28, 1))
-    assert np.bincount(data_set.test.nest[1]).tolist() == [1000] * 10
 
 
 def test_names():
