@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ringtrain.data import augment, row_order
 from ringtrain.data.dataset import Split, ahead, spaced
 from ringtrain.data.parts import Header, Parts
-from ringtrain.data.python_calls import of_tensorflow, tensors_of
+from ringtrain.data.python_calls import of_tensorflow, rows_of
 from ringtrain.data.row_order import Order
 
 if TYPE_CHECKING:
@@ -43,7 +43,10 @@ class NumberedRows(Split):
 
     def rows(self, begin: int, end: int) -> Any:
         """Batch of the rows from one number up to another."""
-        raise NotImplementedError
+        import tensorflow as tf
+
+        order = tf.data.Dataset.from_tensors((tf.constant(0, tf.int64), np.arange(begin, end)))
+        return next(iter(self.batches(order, end - begin, None)))
 
     def order_of_pass(self, global_batch_size: int, seed: int, epoch: int) -> Order:
         """Order of the rows in an epoch, in batches of this size and a last, smaller one."""
@@ -80,13 +83,6 @@ class Arrays(NumberedRows):
         self.nest, self.shuffle, self._num_samples = adapter._inputs, shuffle, adapter._num_samples
         self.transform = transform
 
-    def rows(self, begin: int, end: int) -> Any:
-        numbers = np.arange(begin, end)
-        return self._transformed(_rows_of(self._without_large(), numbers, self._of_large(numbers)), numbers, None)
-
-    def _transformed(self, batch: Any, numbers: Any, draw: Any) -> Any:
-        return self.transform(batch, numbers, draw) if self.transform else batch
-
     def checksum(self) -> int:
         """Checksum of all rows of NumPy arrays; of others and of files, of up to 256, evenly spaced."""
         checksum = len(self)
@@ -94,7 +90,7 @@ class Arrays(NumberedRows):
             if type(leaf) is np.ndarray:
                 rows = leaf[: len(self)]
             else:
-                sliceable = _sliceable(leaf, "numpy")
+                sliceable = _converted(leaf, "numpy")
                 rows = np.asarray(sliceable.convert_to_numpy(sliceable[spaced(len(self), 256)]))
             checksum = zlib.crc32(f"{rows.dtype}{rows.shape}".encode(), checksum)
             if rows.dtype.kind == "O":
@@ -108,15 +104,28 @@ class Arrays(NumberedRows):
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
         """Batches in the nest of the arrays; see `Split.batches`."""
+        import keras
         import tensorflow as tf
 
-        def batch_of(one: Any, data: Any) -> Any:
+        copied = tuple(_converted(leaf) for leaf in _flat(self.nest) if not is_large(leaf))
+        specs = [(array.dtype, array.shape[1:]) for array in self.large_rows(np.zeros(0, np.int64))]
+
+        def batch_of(one: Any, copies: Any) -> Any:
             epoch, numbers = one
-            batch = _rows_of(data, numbers, self._of_large(numbers))
-            return self._transformed(batch, numbers, augment.draw_of(seed, epoch))
+            of_large, of_copies = iter(rows_of(self.large_rows, numbers, specs)), iter(copies)
+
+            def of_leaf(leaf: Any) -> Any:
+                if leaf is None:
+                    return None
+                return next(of_large) if is_large(leaf) else _gathered(next(of_copies), numbers)
+
+            batch = keras.tree.lists_to_tuples(keras.tree.map_structure(of_leaf, self.nest))
+            if self.transform:
+                batch = self.transform(batch, numbers, augment.draw_of(seed, epoch))
+            return batch
 
         # An input of the function: a captured constant of this size would be slow.
-        pairs = tf.data.Dataset.zip(order, tf.data.Dataset.from_tensors(self._without_large()).repeat())
+        pairs = tf.data.Dataset.zip(order, tf.data.Dataset.from_tensors(copied).repeat())
         batches = pairs.map(tf.autograph.experimental.do_not_convert(batch_of))
         options = tf.data.Options()
         options.experimental_optimization.apply_default_optimizations = False  # they would copy the arrays
@@ -124,32 +133,9 @@ class Arrays(NumberedRows):
         batches.arrays = self  # as long as the dataset lives, so do they
         return batches
 
-    @property
-    def large(self) -> list[NDArray[Any]]:
-        return [leaf for leaf in _flat(self.nest) if is_large(leaf)]
-
     def large_rows(self, numbers: NDArray[np.int64]) -> list[NDArray[Any]]:
         """Rows of large arrays, in the dtype to which Keras converts them."""
-        return [_sliceable(array[numbers], "tensorflow") for array in self.large]
-
-    def _of_large(self, numbers: Any) -> list[Any]:
-        """Tensors with the rows of large arrays."""
-        import tensorflow as tf
-
-        nothing = self.large_rows(np.zeros(0, np.int64))
-        if not nothing:
-            return []
-        found = tensors_of(self.large_rows, [numbers], [array.dtype for array in nothing])
-        return [
-            tf.ensure_shape(one, (*numbers.shape, *array.shape[1:])) for one, array in zip(found, nothing, strict=True)
-        ]
-
-    def _without_large(self) -> Any:
-        """The nest as tf.data takes it, in which large arrays have no rows."""
-        import keras
-
-        nest = keras.tree.map_structure(lambda leaf: leaf[:0] if is_large(leaf) else leaf, self.nest)
-        return keras.tree.lists_to_tuples(_sliceable(nest, "tensorflow"))
+        return [_converted(leaf[numbers]) for leaf in _flat(self.nest) if is_large(leaf)]
 
 
 class NoSamples(Split):
@@ -279,32 +265,21 @@ def is_large(array: Any) -> bool:
     return array.dtype.kind in "biufc" and array.dtype.isnative
 
 
-def _sliceable(nest: Any, target: str) -> Any:
+def _converted(leaf: Any, target: str = "tensorflow") -> Any:
+    """An array as Keras converts it for a backend."""
     from keras.src.trainers.data_adapters import array_slicing
 
-    return array_slicing.convert_to_sliceable(nest, target_backend=target)
+    return array_slicing.convert_to_sliceable(leaf, target_backend=target)
 
 
-def _rows_of(nest: Any, numbers: Any, large: Sequence[Any]) -> Any:
-    """Rows with these numbers of a nest's arrays, as tensors; `large`: those of arrays without rows in the nest."""
-    import keras
+def _gathered(leaf: Any, numbers: Any) -> Any:
+    """Rows with these numbers of a converted array."""
     import tensorflow as tf
     from keras.src.trainers.data_adapters import array_slicing
 
-    of_large = iter(large)
-
-    def of_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, array_slicing.TensorflowSparseWrapper):
-            return array_slicing.slice_tensorflow_sparse_wrapper(leaf, numbers)
-        if large and getattr(leaf, "shape", None) is not None and leaf.shape[:1] == (0,):
-            return next(of_large)
-        if isinstance(leaf, np.ndarray):
-            return tf.convert_to_tensor(leaf[numbers])
-        if leaf is None or isinstance(leaf, list | tuple | dict):
-            return None
-        return tf.gather(leaf, numbers, axis=0)
-
-    return keras.tree.traverse(of_leaf, nest)
+    if isinstance(leaf, array_slicing.TensorflowSparseWrapper):
+        return array_slicing.slice_tensorflow_sparse_wrapper(leaf, numbers)
+    return tf.gather(leaf, numbers, axis=0)
 
 
 def _flat(nest: Any) -> list[Any]:

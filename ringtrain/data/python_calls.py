@@ -71,6 +71,17 @@ def of_tensorflow(method: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+def rows_of(method: Callable[..., Any], numbers: Any, specs: Sequence[Any]) -> list[Any]:
+    """Tensors of the rows with these numbers, which a method returns in a list; `specs`: dtype and shape of a row."""
+    import tensorflow as tf
+
+    if not specs:
+        return []
+    dtypes = [tf.string if dtype.kind == "O" else tf.as_dtype(dtype) for dtype, _ in specs]
+    values = tensors_of(method, [numbers], dtypes)
+    return [tf.ensure_shape(one, [*numbers.shape, *shape]) for one, (_, shape) in zip(values, specs, strict=True)]
+
+
 def tensors_of(method: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     """Tensors of the arrays that a bound method returns in a list; see `text_of_data_error` for its DataError."""
     import tensorflow as tf

@@ -16,7 +16,7 @@ from ringtrain.data.arrays import NumberedRows, RowNumbers
 from ringtrain.data.blocks import NUM_THREADS, BlockCache, Columns, num_bytes, text_of
 from ringtrain.data.data_files import files_of
 from ringtrain.data.parts import Parts
-from ringtrain.data.python_calls import of_tensorflow, tensors_of, weakly
+from ringtrain.data.python_calls import of_tensorflow, rows_of, tensors_of, weakly
 from ringtrain.data.record_files import opened
 from ringtrain.data.row_order import Order, lane_order
 from ringtrain.errors import DataError
@@ -143,10 +143,7 @@ class Records:
         for number, places in zip(found.tolist(), np.split(by_block, begins[1:]), strict=True):
             rows = numbers[places] - self.starts[number]
             for of_part, of_block in zip(values, blocks[number], strict=True):
-                if len(places) == places[-1] - places[0] + 1:  # a lane's neighbouring places: one copy
-                    np.take(of_block, rows, axis=0, out=of_part[places[0] : places[-1] + 1], mode="clip")
-                else:
-                    of_part[places] = of_block[rows]
+                of_part[places] = of_block[rows]
         return values
 
     def nested(self, values: Sequence[Any]) -> Any:
@@ -219,12 +216,6 @@ class RecordRows(NumberedRows):
         text = f"{len(self)} {records.columns} {records.lanes} {blocks} {records.files.checksum()} {rows}"
         return zlib.crc32(text.encode(errors="surrogateescape"))
 
-    def rows(self, begin: int, end: int) -> Any:
-        import tensorflow as tf
-
-        numbers = tf.data.Dataset.from_tensors((tf.constant(0, tf.int64), np.arange(begin, end)))
-        return next(iter(self.batches(numbers, end - begin, None)))
-
     def _shuffled(self, global_batch_size: int, seed: int, epoch: int) -> Order:
         ends = np.minimum(self.records.starts, len(self))
         num_lanes = next(number for number in LANES if number <= min(self.records.lanes, global_batch_size))
@@ -262,20 +253,11 @@ class RecordRows(NumberedRows):
 
         def read(epoch: tf.Tensor, numbers: tf.Tensor) -> Any:
             draw = tf.zeros([0], tf.int64) if seed is None else tf.stack([tf.constant(seed, tf.int64), epoch])
-            return draw, numbers, records.nested(self._values_of(numbers))
+            return draw, numbers, records.nested(rows_of(records.values_of, numbers, records.specs))
 
         of_rows = order.map(started).prefetch(num_ahead).map(read)
         of_rows.record_rows = self  # as long as the dataset lives, so do they
         return of_rows
-
-    def _values_of(self, numbers: tf.Tensor) -> list[tf.Tensor]:
-        """Tensors with the values of each part of the nest."""
-        import tensorflow as tf
-
-        specs = self.records.specs
-        dtypes = [tf.string if dtype.kind == "O" else tf.as_dtype(dtype) for dtype, _ in specs]
-        values = tensors_of(self.records.values_of, [numbers], dtypes)
-        return [tf.ensure_shape(one, [*numbers.shape, *shape]) for one, (_, shape) in zip(values, specs, strict=True)]
 
     def _made(self, draw: Any, numbers: Any, batch: Any) -> Any:
         """What is made of a batch of rows with these numbers. `draw`: of random numbers, or empty."""

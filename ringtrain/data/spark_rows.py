@@ -37,9 +37,6 @@ class Shard(NumberedRows):
         self._parts = [row_order.part_of(total, number, size) for number in range(size)]
         self.rank = rank
 
-    def rows(self, begin: int, end: int) -> Any:
-        return self.own.rows(0, min(end - begin, len(self.own)))
-
     def shard(self, number: int, num_shards: int, whole: int = 1) -> range:
         return range(*self._parts[self.rank])
 
