@@ -34,4 +34,4 @@ from ringtrain.data.python_calls import text_of_data_error
 from ringtrain.data.records import Records
 from ringtrain.data.row_order import evaluation_shard, part_of
 from ringtrain.data.sources import source
-from ringtrain.data.streams import Stream, StreamRows
+from ringtrain.data.streams import Stream

@@ -74,7 +74,7 @@ class StreamOfRank0(Stream):
     def begin_evaluation(self) -> None:
         self._source.begin_evaluation()
 
-    def iterator(self, epoch: int, first_step: int) -> Iterator[Any]:
+    def __call__(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
         import tensorflow as tf
 
         cut_own = tf.function(lambda batch: self.parts.cut(batch), input_signature=[self.dataset.element_spec])
@@ -85,7 +85,7 @@ class StreamOfRank0(Stream):
                 nonlocal batches
                 if batches is None:
                     self._source.steps_per_call = self.steps_per_call
-                    batches = self._source.iterator(epoch, first_step)
+                    batches = self._source(epoch, first_step)
                 return leaves(next(batches, ()))
 
             batch = read_on_rank_0(read)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -60,7 +59,6 @@ Files = ParquetFiles | TFRecordFiles | ClassFolders
 def opened(
     files: Sequence[DataFile],
     columns: Sequence[str],
-    features: Mapping[str, Any] | None = None,
     class_names: Sequence[str] | None = None,
 ) -> Files:
     """Opens files of one kind; raises DataError if they cannot be read, are of several kinds, or have no rows."""
@@ -69,16 +67,15 @@ def opened(
     other = next((file for file in files if kinds[file] not in ("", kind)), None)
     if other:
         raise DataError(f"{other}: is {kinds[other]}, expected files of one kind, {kind} as the first one")
-    for name, given, its_kind in (("features", features, "TFRecord"), ("class_names", class_names, "images")):
-        if given and kind != its_kind:
-            raise DataError(f"ringtrain.Records: got {name} with files of {kind}, expected them with {its_kind} alone")
+    if class_names and kind != "images":
+        raise DataError(f"ringtrain.Records: got class_names with files of {kind}, expected them with images alone")
     found: Files
     if kind == "images":
         found = ClassFolders(files, columns, class_names)
     elif kind == "Parquet":
         found = ParquetFiles(files, columns)
     else:
-        found = TFRecordFiles(files, columns, features)
+        found = TFRecordFiles(files, columns)
     if not found.blocks:
         raise DataError(f"ringtrain.Records: no row in {len(files)} files, expected at least one: {files[0]}")
     return found

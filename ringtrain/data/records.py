@@ -53,7 +53,6 @@ class Records:
         weight: Column with the weight of each row.
         transform: Function of TensorFlow, from (x,), (x, y) or (x, y, weight) of a batch to what is trained. It has no
             state, and computes each row by itself.
-        features: Of TFRecords, as for `tf.io.parse_example`. None: those of the first record, with its lengths.
         memory_mb: Memory of a rank for blocks, about.
         class_names: Of images: names of all folders, whose places are the classes. None: those of the files, sorted.
 
@@ -75,7 +74,6 @@ class Records:
         target: Any = None,
         weight: str | None = None,
         transform: Callable[..., Any] | None = None,
-        features: Mapping[str, Any] | None = None,
         memory_mb: int = MEMORY_MB,
         class_names: Sequence[str] | None = None,
     ) -> None:
@@ -87,7 +85,7 @@ class Records:
         self.transform = transform
         self.parts = [*_parts_of(self.nest)]
         self.columns = sorted({name for part in self.parts for name in _names_in(part)})
-        self.files = opened(files_of(files), self.columns, features, class_names)
+        self.files = opened(files_of(files), self.columns, class_names)
         self.blocks = self.files.blocks
         values = self._read(0)
         self.starts = np.cumsum([0, *(block.num_rows for block in self.blocks)])

@@ -41,6 +41,9 @@ class Stream(Split):
     """batches that Keras' train_function reads at once"""
     parts = Parts(range(1), 1)
     """of each batch that this rank trains"""
+    is_even = True
+    has_empty_parts = False
+    """as of `RowBatches`"""
     rows: tf.data.Dataset | None = None
     """what this rank reads in training; None: whole batches"""
     _open: Iterator[Any] | None = None
@@ -86,6 +89,23 @@ class Stream(Split):
             self.division, self.why_whole = division.division_of(self.dataset)
         else:
             self.why_whole = f"a {self.kind} makes whole batches"
+
+    def take_rows(self, parts: Parts, steps_per_call: int = 1, has_header: bool = False) -> Stream:
+        """Prepares the rows of these parts of each batch; returns the stream, which is called as `RowBatches`."""
+        self.steps_per_call, self.parts = steps_per_call, parts
+        self.is_even = parts.num_parts == 1 and not has_header
+        self.has_empty_parts = parts.num_parts > 1 and not self.is_shard
+        rows = self.dataset
+        if self.division and parts.num_parts > 1:
+            rows = self.division.of_rank(parts)
+        elif not self.is_even:
+            rows = rows.map(lambda *batch: self._with_header(batch[0] if len(batch) == 1 else batch))
+        self.rows = ahead(rows)
+        return self
+
+    def _with_header(self, batch: Any) -> tuple[Header, Any]:
+        """Rows with a header whose fingerprint, of the whole batch or a shard's length, must be equal on all ranks."""
+        return (header_of_shard(batch), batch) if self.is_shard else self.parts.cut(batch)
 
     def _counted(self) -> int:
         """Number of batches of an iteration: of a copy, if there can be one, so that no epoch is read before."""
@@ -144,7 +164,7 @@ class Stream(Split):
     def begin_evaluation(self) -> None:
         self._open, self._num_read = iter(ahead(self.dataset)), 0
 
-    def iterator(self, epoch: int, first_step: int) -> Iterator[Any]:
+    def __call__(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
         """Iterator over what this rank reads of an epoch, from a step on; earlier ones have ended."""
         # Whole calls of train_function, the last of an epoch included.
         length = math.ceil(self.num_batches / self.steps_per_call) * self.steps_per_call
@@ -220,7 +240,7 @@ class PyDatasetStream(Stream):
 
         return tf.data.Dataset.from_generator(lambda: self.each(numbers), output_signature=self._signature)
 
-    def iterator(self, epoch: int, first_step: int) -> Iterator[Any]:
+    def __call__(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
         self._begin()
         if self.shuffle:
             order = np.random.default_rng([self.seed, epoch]).permutation(self.num_batches)
@@ -273,26 +293,6 @@ class PyDatasetStream(Stream):
         return _seeded(self.seed, self._epoch, 1, number, generators=generators)
 
 
-class StreamRows:
-    """One rank's rows of each batch of a stream, which all ranks read whole; as `RowBatches`."""
-
-    def __init__(self, stream: Stream, parts: Parts, steps_per_call: int = 1, has_header: bool = False) -> None:
-        self.stream, self.steps = stream, stream.num_batches
-        stream.steps_per_call, stream.parts = steps_per_call, parts
-        self.is_even = parts.num_parts == 1 and not has_header
-        self.has_empty_parts = parts.num_parts > 1 and not stream.is_shard
-        rows = stream.dataset
-        if stream.division and parts.num_parts > 1:
-            rows = stream.division.of_rank(parts)
-        elif not self.is_even:
-            rows = rows.map(lambda *batch: _with_header(batch[0] if len(batch) == 1 else batch, parts, stream.is_shard))
-        self.dataset = stream.rows = ahead(rows)
-
-    def __call__(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
-        """Iterator over the batches of an epoch from a step on. Epochs must be asked for in order."""
-        return self.stream.iterator(epoch, first_step)
-
-
 def _advance() -> None:
     """Counts a batch that is read without training as progress, for the detection of stalls."""
     from ringtrain import hvd
@@ -305,11 +305,6 @@ def num_rows(batch: Any) -> int:
     import keras
 
     return int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
-
-
-def _with_header(batch: Any, parts: Parts, is_shard: bool) -> tuple[Header, Any]:
-    """Rows with a header whose fingerprint, of the whole batch or a shard's length, must be equal on all ranks."""
-    return (header_of_shard(batch), batch) if is_shard else parts.cut(batch)
 
 
 @contextlib.contextmanager

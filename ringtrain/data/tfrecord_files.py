@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from ringtrain.data import data_files
@@ -29,22 +29,17 @@ class TFRecordFiles:
 
     kind = "TFRecord"
 
-    def __init__(self, files: Sequence[DataFile], columns: Sequence[str], features: Mapping[str, Any] | None) -> None:
-        import tensorflow as tf
-
+    def __init__(self, files: Sequence[DataFile], columns: Sequence[str]) -> None:
         found = data_files.of_each(_scanned, [file for file in files if file.size])
         self._checksums = [checksum for checksum, _ in found.values()]
         self.blocks = [block for file, (_, starts) in found.items() for block in blocks_of(file, starts)]
         if not self.blocks:
             return
-        known = dict(features) if features else self._features()
+        known = self._features()
         missing = [name for name in columns if name not in known]
         if missing:
             raise DataError(f"{files[0]}: has no feature {missing[0]}: it has {', '.join(sorted(known))}")
         self.features = {name: known[name] for name in columns}
-        for name, feature in self.features.items():
-            if not isinstance(feature, tf.io.FixedLenFeature):
-                raise DataError(f"ringtrain.Records: feature {name} is {feature}, expected a FixedLenFeature")
 
     def checksum(self) -> int:
         """Checksum of the checksums of records."""

@@ -99,7 +99,7 @@ class Rows:
         has_header = run.strategy.shares_state  # one graph for ranks that change, and the same bits with them
         self._batches_of: Any
         if isinstance(self.train, data.Stream):
-            self._batches_of = data.StreamRows(self.train, parts, run.job.model.steps_per_execution, has_header)
+            self._batches_of = self.train.take_rows(parts, run.job.model.steps_per_execution, has_header)
         else:
             numbers = run.job.numbers
             # A call of several steps must not go on with the next epoch.

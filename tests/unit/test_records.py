@@ -224,9 +224,6 @@ def test_arguments_that_would_be_taken_for_others(folder: Path) -> None:
         "got {} in inputs": {"inputs": {}},
         "memory_mb 0": {"memory_mb": 0},
         "got no files": {"files": []},
-        "is FixedLenSequence.*expected a FixedLenFeature": {
-            "features": {"x": tf.io.FixedLenSequenceFeature([], tf.float32, allow_missing=True)}
-        },
     }
     for message, arguments in wrong.items():
         with pytest.raises(DataError, match=message):
@@ -291,8 +288,6 @@ def test_what_cannot_be_read_is_said_in_one_line(folder: Path, tmp_path: Path) -
             for _ in Records(**{"inputs": "x", **arguments}).dataset(8):
                 pass
         assert isinstance(error.value, tf.errors.OpError) or "\n" not in str(error.value)
-    with pytest.raises((DataError, tf.errors.OpError), match=r"feature x is VarLenFeature.*expected a FixedLenFeature"):
-        list(Records(first, inputs="x", features={"x": tf.io.VarLenFeature(tf.float32)}).dataset(8))
     with pytest.raises(DataError, match="expected files of one kind"):
         (tmp_path / "rows").write_bytes(b"PAR1")
         Records([first, tmp_path / "rows"], inputs="x")

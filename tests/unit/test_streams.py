@@ -36,7 +36,7 @@ def _stream(x: Any, steps: int | None = None, epochs: int = 3, **more: Any) -> d
 def _epochs(make: Any, size: int, epochs: int, first: int = 0, first_step: int = 0) -> list[Any]:
     """Steps of some epochs; of each, the (share, fingerprint, rows) of each rank."""
     streams = [made if isinstance(made := make(), data.Stream) else _stream(made) for _ in range(size)]
-    ranks = [data.StreamRows(stream, data.Parts.of_rank(rank, size)) for rank, stream in enumerate(streams)]
+    ranks = [stream.take_rows(data.Parts.of_rank(rank, size)) for rank, stream in enumerate(streams)]
     steps: list[Any] = []
     for stream in streams * first:
         stream.end()
@@ -114,7 +114,7 @@ def test_batches_read_without_training_are_progress() -> None:
     before = hvd.step_timing.PLACE.changes
     stream = _stream(_even_ids())
     counted = hvd.step_timing.PLACE.changes
-    rows = data.StreamRows(stream, data.Parts.of_rank(0, 1))
+    rows = stream.take_rows(data.Parts.of_rank(0, 1))
     stream.end()
     next(rows(1, 5))
     assert (counted - before, hvd.step_timing.PLACE.changes - counted) == (7, 5)
