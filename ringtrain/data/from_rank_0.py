@@ -54,7 +54,7 @@ class StreamOfRank0(Stream):
         kind, spec, facts = read_on_rank_0(read)
         self.num_batches, self.batch_size, self.on_resume, self.may_end_early, self.is_endless = facts
         self.kind = kind if why else f"{kind} of rank 0"
-        self.why_rank_0 = why
+        self.why_rank_0, self.made_by = why, f"rank 0, {why}" if why else ""
         self.dataset = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
 
     def close(self) -> None:

@@ -33,8 +33,8 @@ class Stream(Split):
 
     is_held_out = is_endless = False
     """whether these are validation data; whether all epochs are one iteration"""
-    why_rank_0 = why_whole = ""
-    """why rank 0 reads for all, and why no rank makes its own rows alone, as phrases; "": it is not so"""
+    why_rank_0 = made_by = ""
+    """why rank 0 reads for all, and who makes the rows, as phrases; "": it does not, one process"""
     division: division.Division | None = None
     """how each rank makes its own rows alone; None: it makes whole batches"""
     steps_per_call = 1
@@ -44,8 +44,6 @@ class Stream(Split):
     is_even = True
     has_empty_parts = False
     """as of `RowBatches`"""
-    rows: tf.data.Dataset | None = None
-    """what this rank reads in training; None: whole batches"""
     _open: Iterator[Any] | None = None
     """iterator over an epoch, all epochs, or an evaluation, which has begun"""
     _num_read = 0
@@ -57,6 +55,8 @@ class Stream(Split):
         import tensorflow as tf
 
         self.kind, self.dataset, self.batch_size = kind, dataset, batch_size  # in rows; 1: unknown
+        self.rows = ahead(dataset)
+        """what this rank reads"""
         if any(spec.shape.rank is None for spec in tf.nest.flatten(dataset.element_spec)):
             raise DataError(
                 f"ringtrain.fit: got a {kind} of unknown shapes, expected batches with known ones: use"
@@ -68,13 +68,16 @@ class Stream(Split):
         if steps == length:
             steps = None
         self.is_endless, self.num_batches = steps is not None, steps or length  # of an epoch
-        if steps:
-            self._check_length(steps, epochs)
-        elif length == -1:
+        if steps and 0 <= length < steps * epochs:
+            raise DataError(
+                f"ringtrain.fit: got a {kind} of {length} batches for {epochs} epochs of steps_per_epoch {steps},"
+                f" which are one iteration: use repeat(), or leave out steps_per_epoch"
+            )
+        if not steps and length == -1:
             raise DataError(
                 f"ringtrain.fit: got a {kind} without an end: pass steps_per_epoch (validation_steps), or use take(n)"
             )
-        elif length == -2:
+        if not steps and length == -2:
             self.num_batches, self.may_end_early = self._counted(), True
         if not self.num_batches:
             raise DataError(f"ringtrain.fit: got a {kind} without batches, expected at least one")
@@ -85,10 +88,12 @@ class Stream(Split):
 
     def divide(self) -> None:
         """Lets each rank make its own rows alone, if the pipeline is plain."""
+        why_whole = f"a {self.kind} makes whole batches"
         if self.kind == "tf.data.Dataset":
-            self.division, self.why_whole = division.division_of(self.dataset)
-        else:
-            self.why_whole = f"a {self.kind} makes whole batches"
+            self.division, why_whole = division.division_of(self.dataset)
+        self.made_by = f"each rank, all rows: {why_whole}"
+        if self.division:
+            self.made_by = "each rank, its rows alone"
 
     def take_rows(self, parts: Parts, steps_per_call: int = 1, has_header: bool = False) -> Stream:
         """Prepares the rows of these parts of each batch; returns the stream, which is called as `RowBatches`."""
@@ -115,25 +120,13 @@ class Stream(Split):
             _advance()
         return num_batches
 
-    def _check_length(self, steps: int, epochs: int) -> None:
-        length = int(self.dataset.cardinality())
-        if 0 <= length < steps * epochs:
-            raise DataError(
-                f"ringtrain.fit: got a {self.kind} of {length} batches for {epochs} epochs of steps_per_epoch {steps},"
-                f" which are one iteration: use repeat(), or leave out steps_per_epoch"
-            )
-
     def __len__(self) -> int:
         return self.num_batches
 
     @property
     def plan(self) -> dict[str, str]:
         """Row of the plan that says who makes the rows."""
-        if self.why_rank_0:
-            return {"made by": f"rank 0, {self.why_rank_0}"}
-        if self.division:
-            return {"made by": "each rank, its rows alone"}
-        return {"made by": f"each rank, all rows: {self.why_whole}"} if self.why_whole else {}
+        return {"made by": self.made_by} if self.made_by else {}
 
     def checksum(self) -> int:
         """Checksum of length, shapes and dtypes, and the first batch of validation data, whose order must be fixed."""
@@ -162,7 +155,7 @@ class Stream(Split):
         return tf.data.Dataset.from_generator(read, output_signature=self.dataset.element_spec)
 
     def begin_evaluation(self) -> None:
-        self._open, self._num_read = iter(ahead(self.dataset)), 0
+        self._open, self._num_read = iter(self.rows), 0
 
     def __call__(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
         """Iterator over what this rank reads of an epoch, from a step on; earlier ones have ended."""
@@ -172,7 +165,7 @@ class Stream(Split):
             first_step += epoch * length
         else:
             self._open, self._num_read = None, 0
-        batches = self._open = self._open or iter(self._own())
+        batches = self._open = self._open or iter(self.rows)
         for number in range(self._num_read, first_step):
             if next(batches, None) is None:
                 raise DataError(
@@ -183,12 +176,9 @@ class Stream(Split):
         self._num_read = (epoch + 1) * length
         return batches
 
-    def _own(self) -> tf.data.Dataset:
-        return ahead(self.dataset) if self.rows is None else self.rows
-
     def end(self, was_stopped: bool = False) -> None:
         if self.is_endless:
-            self._open = self._open or iter(self._own())
+            self._open = self._open or iter(self.rows)
             return
         if self._open is None:
             self._take_orders()
@@ -203,7 +193,7 @@ class Stream(Split):
         """Does to shuffles and caches what an iteration does."""
         shuffles = division.shuffles_of(self.dataset)
         if shuffles is None:
-            for _ in self._own():
+            for _ in self.rows:
                 _advance()
         for shuffle in shuffles or ():
             iter(shuffle)
@@ -234,6 +224,7 @@ class PyDatasetStream(Stream):
         first = list(self.each(range(min(2, self.num_batches))))
         self.batch_size, self._signature = num_rows(first[0]), get_tensor_spec(first)
         self.dataset = tf.data.Dataset.from_generator(lambda: self.each(self.numbers), output_signature=self._signature)
+        self.rows = ahead(self.dataset)
 
     def part(self, numbers: Sequence[int]) -> tf.data.Dataset:
         import tensorflow as tf
@@ -247,7 +238,7 @@ class PyDatasetStream(Stream):
         else:
             order = np.arange(self.num_batches)
         self._epoch, self.numbers = epoch, order[first_step:].tolist()
-        return iter(self._own())
+        return iter(self.rows)
 
     def begin_evaluation(self) -> None:
         self._begin()
