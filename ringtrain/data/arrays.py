@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.data import augment, row_order
+from ringtrain.data import row_order
 from ringtrain.data.dataset import Split, ahead, spaced
 from ringtrain.data.parts import Header, Parts
 from ringtrain.data.python_calls import of_tensorflow, rows_of
@@ -75,7 +75,7 @@ class Arrays(NumberedRows):
         sample_weight: Any = None,
         class_weight: Any = None,
         shuffle: bool = False,
-        transform: augment.Transform | None = None,
+        transform: Callable[..., Any] | None = None,
     ) -> None:
         from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
@@ -111,7 +111,7 @@ class Arrays(NumberedRows):
         specs = [(array.dtype, array.shape[1:]) for array in self.large_rows(np.zeros(0, np.int64))]
 
         def batch_of(one: Any, copies: Any) -> Any:
-            epoch, numbers = one
+            _, numbers = one
             of_large, of_copies = iter(rows_of(self.large_rows, numbers, specs)), iter(copies)
 
             def of_leaf(leaf: Any) -> Any:
@@ -120,9 +120,7 @@ class Arrays(NumberedRows):
                 return next(of_large) if is_large(leaf) else _gathered(next(of_copies), numbers)
 
             batch = keras.tree.lists_to_tuples(keras.tree.map_structure(of_leaf, self.nest))
-            if self.transform:
-                batch = self.transform(batch, numbers, augment.draw_of(seed, epoch))
-            return batch
+            return self.transform(*batch) if self.transform else batch
 
         # An input of the function: a captured constant of this size would be slow.
         pairs = tf.data.Dataset.zip(order, tf.data.Dataset.from_tensors(copied).repeat())
@@ -160,11 +158,16 @@ class RowNumbers:
         self.num_own = len(self._places[0])  # rows of this rank in the first step
         self.position = 0, self.num_steps
         """step, of all passes, that the next iteration begins with, and the one after its last"""
+        self.moves_on = False
+        """whether the iteration after it has the steps that follow"""
         self._last_pass: tuple[int, Order] | None = None
         """number and order of the pass that was read last"""
 
     def next_position(self) -> NDArray[np.int64]:
-        return np.array(self.position)
+        first, end = self.position
+        if self.moves_on:
+            self.position = end, 2 * end - first
+        return np.array([first, end])
 
     def steps(self) -> tf.data.Dataset:
         """Numbers of steps, counted through all passes, int64 []. Each iteration has those of the next position."""

@@ -27,21 +27,11 @@ Transform = Callable[[Any, Any, Any], Any]
 epoch; None in evaluation. Each row is changed by itself."""
 
 
-def draw_of(seed: int | None, epoch: tf.Tensor) -> tf.Tensor | None:
-    """Third argument of a transform."""
-    import tensorflow as tf
-
-    if seed is None:
-        return None
-    return tf.stack([tf.constant(seed, tf.int64), epoch])
-
-
-def pixels(batch: Any, numbers: tf.Tensor, draw: tf.Tensor | None) -> Any:
+def pixels(images: tf.Tensor, labels: tf.Tensor) -> Any:
     """Converts images, uint8 from 0 to 255, to floats from 0 to 1."""
     import keras
     import tensorflow as tf
 
-    images, labels = batch
     return tf.cast(images, keras.config.floatx()) * (1 / 255), labels
 
 

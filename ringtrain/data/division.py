@@ -177,7 +177,8 @@ def state_of(function: Any) -> str:
         if PYTHON.fullmatch(node.op):
             return "a Python function"
         if (definition is None or definition.is_stateful) and not READS.fullmatch(node.op):
-            return _layer_or_operation(node)
+            layer = node.name.split("/")[-2:-1]  # the innermost that has made it
+            return layer[0] if layer else node.op
     return ""
 
 
@@ -206,12 +207,8 @@ def shuffles_of(dataset: Any) -> list[Any] | None:
 
 def calls_python(dataset: tf.data.Dataset) -> bool:
     """Returns whether a pipeline calls a Python function, such as a generator, which may have a state."""
-    return _has_python(dataset) or any(map(calls_python, dataset._inputs()))
-
-
-def _has_python(dataset: tf.data.Dataset) -> bool:
-    operations = (node for function in dataset._functions() for node in _operations_of(function.function))
-    return any(PYTHON.fullmatch(node.op) for node in operations)
+    operations = [node for function in dataset._functions() for node in _operations_of(function.function)]
+    return any(PYTHON.fullmatch(node.op) for node in operations) or any(map(calls_python, dataset._inputs()))
 
 
 def _operations_of(function: Any) -> Iterator[Any]:
@@ -239,8 +236,3 @@ def _bytes_of(dataset: Any) -> int:
         tensors += function.function.captured_inputs
     sizes = [(tensor.shape.num_elements() or 0) * tensor.dtype.size for tensor in tensors]
     return sum(sizes) + sum(map(_bytes_of, dataset._inputs()))
-
-
-def _layer_or_operation(node: Any) -> str:
-    """Name of the innermost layer that has made an operation, or else its kind."""
-    return node.name.split("/")[-2] if "/" in node.name else node.op

@@ -89,12 +89,6 @@ def _flat(table: Any) -> Any:
     return table
 
 
-def _is_binary(kind: Any) -> bool:
-    import pyarrow as pa
-
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-
-
 def _in_one(column: pa.ChunkedArray) -> pa.Array:
     """Array of a column, without a copy if it is one."""
     import pyarrow as pa
@@ -117,7 +111,7 @@ def _values(column: pa.Array, name: str) -> NDArray[Any]:
         if not pa.types.is_fixed_size_list(kind) and (np.diff(column.offsets) != length).any():
             raise DataError(f"{name}: lists of several lengths, expected one: pad them before")
         return inside.reshape(len(column), length, *inside.shape[1:])
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or _is_binary(kind):
+    if kind in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
         try:
             return np.array(column.to_pylist(), object)
         except UnicodeDecodeError as error:

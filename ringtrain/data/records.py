@@ -125,8 +125,9 @@ class Records:
         if not isinstance(batch_size, int | np.integer) or batch_size < 1:
             raise DataError(f"Records.dataset: got batch_size {batch_size!r}, expected an integer of at least 1")
         rows = RecordRows(self, shuffle=seed is not None)
-        passes = _Passes(rows, batch_size, Parts.of_rank(0, 1), seed or 0)
+        passes = RowNumbers(rows, batch_size, Parts.of_rank(0, 1), seed or 0)
         passes.position = epoch * passes.num_steps, (epoch + 1) * passes.num_steps
+        passes.moves_on = True
         batches = rows.batches(passes.batches(None if passes.rest else batch_size), batch_size, seed)
         batches = batches.apply(tf.data.experimental.assert_cardinality(passes.num_steps)).prefetch(2)
         return batches
@@ -190,10 +191,9 @@ class RecordRows(NumberedRows):
         self,
         records: Records,
         shuffle: bool = False,
-        class_weight: Mapping[int, float] | None = None,
         transform: augment.Transform | None = None,
     ) -> None:
-        self.records, self.shuffle, self.class_weight, self.transform = records, shuffle, class_weight, transform
+        self.records, self.shuffle, self.transform = records, shuffle, transform
         self._num_samples = len(records)
 
     @property
@@ -232,10 +232,6 @@ class RecordRows(NumberedRows):
                 )
         if records.transform or self.transform:
             batches = self._transformed(of_rows)
-        if self.class_weight:
-            from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
-
-            batches = batches.map(make_class_weight_map_fn(self.class_weight))
         return batches
 
     def _read(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
@@ -296,16 +292,6 @@ class RecordRows(NumberedRows):
         # Several at once, each of which is one batch: to decode images takes longer than to train with them.
         threads = min(cores.num_threads(tf.config.threading.get_intra_op_parallelism_threads()), MAX_THREADS)
         return of_rows.interleave(transformed, threads, num_parallel_calls=threads, deterministic=True)
-
-
-class _Passes(RowNumbers):
-    """Row numbers of another pass in each iteration."""
-
-    def next_position(self) -> NDArray[np.int64]:
-        position = super().next_position()
-        first, end = self.position
-        self.position = end, 2 * end - first
-        return position
 
 
 def _parts_of(nest: Any) -> Iterator[Any]:

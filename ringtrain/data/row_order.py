@@ -48,17 +48,13 @@ class ShuffledBlocks:
         index = int(np.searchsorted(self._ends, begin, side="right"))
         pieces = [np.zeros(0, np.int64)]
         while begin < end:
-            pieces.append(self._rows_of_block(index, begin, end))
-            begin = int(self._ends[index])
+            block_end = int(self._ends[index])
+            block_begin = block_end - int(self._num_rows[index])
+            rows = self._order_of_block(index)[begin - block_begin : end - block_begin]
+            pieces.append(rows.astype(np.int64) + self._first_rows[index])
+            begin = block_end
             index += 1
         return np.concatenate(pieces)
-
-    def _rows_of_block(self, index: int, begin: int, end: int) -> NDArray[np.int64]:
-        """Rows of a block at the places of the line from `begin` up to `end`, which may be after its own."""
-        block_end = int(self._ends[index])
-        block_begin = block_end - int(self._num_rows[index])
-        rows = self._order_of_block(index)[begin - block_begin : end - block_begin]
-        return rows.astype(np.int64) + self._first_rows[index]
 
     def _made_order(self, index: int) -> NDArray[np.uint32]:
         """Order of a block's rows, from seed, epoch and its number alone: any slice of all can be made by itself."""
