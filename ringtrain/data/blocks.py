@@ -19,7 +19,8 @@ Columns = dict[str, NDArray[Any]]
 """Values of a block by column, [rows, ...]."""
 Values = list[NDArray[Any]]
 """arrays with the rows of a block"""
-NUM_THREADS = 2
+NUM_THREADS = 4
+"""that read blocks: behind a URL, each waits"""
 BYTES_OF_OBJECT = 33
 """memory of an object of bytes besides its content"""
 
@@ -89,12 +90,12 @@ def num_bytes(values: Values) -> int:
 class BlockCache:
     """Blocks by number, read by threads, of which those that were not used for longest are dropped."""
 
-    def __init__(self, read: Callable[[int], Values], max_blocks: int, num_threads: int = NUM_THREADS) -> None:
+    def __init__(self, read: Callable[[int], Values], max_blocks: int) -> None:
         self.read, self.max_blocks = read, max_blocks  # besides those of a call
         self._blocks: OrderedDict[int, Future[Values]] = OrderedDict()
         """the last one was started or used last"""
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(num_threads, "ringtrain-blocks")
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "ringtrain-blocks")
 
     def start(self, numbers: Iterable[int]) -> None:
         """Starts to read blocks that are not there."""

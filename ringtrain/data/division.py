@@ -130,8 +130,12 @@ def copy_of(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
     """Dataset with as many batches, an iteration of which changes no state of `dataset`; None: it cannot be copied."""
     import tensorflow as tf
 
+    if _bytes_of(dataset) > MAX_BYTES:
+        return None
     try:
-        graph = _graph_of(dataset)
+        variant = tf.data.experimental.to_variant(dataset)
+        serialized = tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=IGNORE_EXTERNAL_STATE)
+        graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
         for node in list(graph.node):
             if node.op in STATE_INPUTS:
                 index, operation = STATE_INPUTS[node.op]
@@ -146,7 +150,7 @@ def copy_of(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
                 node.input[1] = name
         variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
         return tf.data.experimental.from_variant(variant, dataset.element_spec)
-    except Exception:  # too large, or nothing that TensorFlow can put into a graph
+    except Exception:  # nothing that TensorFlow can put into a graph
         return None
 
 
@@ -217,16 +221,6 @@ def _operations_of(function: Any) -> Iterator[Any]:
     yield from graph.node
     for called in graph.library.function:
         yield from called.node_def
-
-
-def _graph_of(dataset: tf.data.Dataset) -> Any:
-    import tensorflow as tf
-
-    if _bytes_of(dataset) > MAX_BYTES:
-        raise ValueError("too large")
-    variant = tf.data.experimental.to_variant(dataset)
-    graph = tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=IGNORE_EXTERNAL_STATE)
-    return tf.compat.v1.GraphDef.FromString(graph.numpy())
 
 
 def _bytes_of(dataset: Any) -> int:

@@ -122,16 +122,9 @@ def arguments_of(name: str, result: Any) -> FitArguments:
             held_out = None if held_out is None else tuple(held_out)
             return FitArguments(**dict(zip(("x", "y", "sample_weight"), train, strict=False)), validation_data=held_out)
     raise DataError(
-        f"{name}: returned {_kind(result)}, expected (x, y), ((x, y), (validation x, validation y)), batches"
+        f"{name}: returned a {type(result).__name__}, expected (x, y), ((x, y), (validation x, validation y)), batches"
         f" (tf.data.Dataset, PyDataset, generator), (batches, validation batches), or a dict of arguments of fit"
     )
-
-
-def _kind(result: Any) -> str:
-    kind = type(result).__name__
-    if isinstance(result, tuple | list):
-        return f"a {kind} of {len(result)}"
-    return kind
 
 
 def is_batches(x: Any) -> bool:

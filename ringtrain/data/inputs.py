@@ -291,14 +291,11 @@ def _of_dataset(x: Any, given: FitArguments) -> Stream:
     from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
     dataset, steps = TFDatasetAdapter(x, class_weight=given.class_weight)._dataset, given.validation_steps
-    stream = Stream("tf.data.Dataset", _taken(dataset, steps), given.steps_per_epoch, given.num_epochs, _batch_size(x))
+    taken = dataset.take(steps) if steps else dataset
+    stream = Stream("tf.data.Dataset", taken, given.steps_per_epoch, given.num_epochs, _batch_size(x))
     if steps and int(dataset.cardinality()) != steps:
         stream.has_unread = False
     return stream
-
-
-def _taken(dataset: Any, steps: int | None) -> Any:
-    return dataset.take(steps) if steps else dataset
 
 
 def _generated(x: Any, given: FitArguments) -> Stream:
@@ -334,7 +331,9 @@ def _of_py_dataset(x: Any, given: FitArguments) -> Stream:
     if x.num_batches is None:
         dataset = PyDatasetAdapter(x, given.class_weight).get_tf_dataset()
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
-        return Stream("PyDataset", _taken(dataset, given.validation_steps), steps, given.num_epochs)
+        if given.validation_steps:
+            dataset = dataset.take(given.validation_steps)
+        return Stream("PyDataset", dataset, steps, given.num_epochs)
     if steps and steps != x.num_batches:
         raise DataError(
             f"ringtrain.fit: got steps_per_epoch {steps} and a PyDataset of {x.num_batches} batches: leave it out"

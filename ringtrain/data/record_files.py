@@ -56,11 +56,7 @@ class ClassFolders:
 Files = ParquetFiles | TFRecordFiles | ClassFolders
 
 
-def opened(
-    files: Sequence[DataFile],
-    columns: Sequence[str],
-    class_names: Sequence[str] | None = None,
-) -> Files:
+def opened(files: Sequence[DataFile], columns: Sequence[str], class_names: Sequence[str] | None = None) -> Files:
     """Opens files of one kind; raises DataError if they cannot be read, are of several kinds, or have no rows."""
     kinds = data_files.of_each(_kind_of, files)
     kind = next(filter(None, kinds.values()), "TFRecord")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ringtrain.data import augment, division
 from ringtrain.data.arrays import NumberedRows, RowNumbers
-from ringtrain.data.blocks import NUM_THREADS, BlockCache, Columns, num_bytes, text_of
+from ringtrain.data.blocks import BlockCache, Columns, num_bytes, text_of
 from ringtrain.data.data_files import files_of
 from ringtrain.data.parts import Parts
 from ringtrain.data.python_calls import of_tensorflow, rows_of, tensors_of, weakly
@@ -32,8 +32,6 @@ AHEAD = 16
 MEMORY_MB = 256
 MAX_THREADS = 4
 """batches that are transformed at once"""
-REMOTE_READERS = 8
-"""threads that read blocks behind URLs, where each waits"""
 
 
 class Records:
@@ -98,8 +96,7 @@ class Records:
         of_size = max(1, num_bytes(values)) / sizes[0]
         self.lanes = next((number for number in LANES if 2 * number * of_size * max(sizes) <= self.max_bytes), 1)
         max_blocks = int(self.max_bytes / of_size / np.mean(sizes))
-        is_remote = any(block.file.is_remote for block in self.blocks)
-        self.cache = BlockCache(weakly(self.block), max_blocks, REMOTE_READERS if is_remote else NUM_THREADS)
+        self.cache = BlockCache(weakly(self.block), max_blocks)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
