@@ -26,12 +26,10 @@ from __future__ import annotations
 
 from ringtrain.data.arrays import Arrays, NoSamples, NumberedRows, RowBatches
 from ringtrain.data.dataset import DataSet, Split, evaluation_batches
-from ringtrain.data.fit_arguments import BATCH_SIZE, FitArguments, is_nest, with_batch_sizes
-from ringtrain.data.from_rank_0 import FromRank0, packed
+from ringtrain.data.fit_arguments import BATCH_SIZE, FitArguments, with_batch_sizes
 from ringtrain.data.inputs import for_all_ranks, inputs, shapes_of, to_evaluate
-from ringtrain.data.parts import Header, Parts, rows_of
+from ringtrain.data.parts import Header, Parts
 from ringtrain.data.python_calls import text_of_data_error
-from ringtrain.data.records import Records
 from ringtrain.data.row_order import evaluation_shard, part_of
 from ringtrain.data.sources import source
 from ringtrain.data.streams import Stream
