@@ -117,17 +117,17 @@ def _rows(given: FitArguments, batch_size: int) -> NumberedRows:
     x, held_out = given.x, given.validation_data
     rows: NumberedRows
     if isinstance(x, Records):
-        if given.y is not None or given.sample_weight is not None or given.class_weight or given.validation_split:
+        if given.y is not None or given.sample_weight is not None or given.validation_split:
             raise DataError(
-                "ringtrain.fit: got Records with y, sample_weight, class_weight or validation_split: name columns in"
-                " Records (target, weight), or let transform return weights; pass other Records as validation_data"
+                "ringtrain.fit: got Records with y, sample_weight or validation_split: name the columns in Records"
+                " (target, weight), and pass other Records as validation_data"
             )
         if isinstance(held_out, Records) and held_out.class_names != x.class_names:
             raise DataError(
                 f"ringtrain.fit: got training data with the classes {x.class_names} and validation data with"
                 f" {held_out.class_names}: give both the same class_names"
             )
-        rows = RecordRows(x, given.shuffle)
+        rows = RecordRows(x, given.shuffle, given.class_weight)
     else:
         _check_arrays("x", x)
         rows = Arrays(x, given.y, given.sample_weight, given.class_weight, shuffle=given.shuffle)

@@ -188,9 +188,10 @@ class RecordRows(NumberedRows):
         self,
         records: Records,
         shuffle: bool = False,
+        class_weight: Mapping[int, float] | None = None,
         transform: augment.Transform | None = None,
     ) -> None:
-        self.records, self.shuffle, self.transform = records, shuffle, transform
+        self.records, self.shuffle, self.class_weight, self.transform = records, shuffle, class_weight, transform
         self._num_samples = len(records)
 
     @property
@@ -229,6 +230,10 @@ class RecordRows(NumberedRows):
                 )
         if records.transform or self.transform:
             batches = self._transformed(of_rows)
+        if self.class_weight:
+            from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
+
+            batches = batches.map(make_class_weight_map_fn(self.class_weight))
         return batches
 
     def _read(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:

@@ -79,13 +79,11 @@ def test_rows_are_those_of_the_files(folder: Path) -> None:
     assert in_order.tolist() == list(range(203))
 
 
-def test_weights_of_classes_are_those_of_a_column_or_transform(folder: Path) -> None:
-    from ringtrain.data import FitArguments, inputs
-
-    with pytest.raises(DataError, match="class_weight or validation_split: name columns in Records"):
-        inputs(FitArguments(x=Records(folder, inputs="x", target="id"), class_weight={0: 1.0, 1: 5.0}), 32)
-    weighted = Records(folder, inputs="x", target="id", transform=lambda x, y: (x, y % 2, 1 + 4 * (y % 2)))
-    _, _, weight = RecordRows(weighted).rows(0, 4)
+def test_classes_have_weights(folder: Path) -> None:
+    rows = RecordRows(
+        Records(folder, inputs="x", target="id", transform=lambda x, y: (x, y % 2)), False, {0: 1.0, 1: 5.0}
+    )
+    _, _, weight = rows.rows(0, 4)
     assert weight.numpy().tolist() == [1, 5, 1, 5]
 
 
