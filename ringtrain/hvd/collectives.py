@@ -322,6 +322,8 @@ def alltoall(value: Any, splits: Any = None, name: str | None = None, **kwargs: 
 
 def gather_bytes(own: NDArray[np.uint8], name: str) -> NDArray[np.uint8] | None:
     """Returns every rank's bytes, as many on each, as rows [size, length] on rank 0, else None. A collective."""
+    if horovod.size() == 1:
+        return own[None]
     rows = None
     if horovod.rank() == 0:
         rows = np.empty((horovod.size(), own.size), np.uint8)
