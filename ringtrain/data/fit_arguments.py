@@ -122,7 +122,7 @@ def arguments_of(name: str, result: Any) -> FitArguments:
             held_out = None if held_out is None else tuple(held_out)
             return FitArguments(**dict(zip(("x", "y", "sample_weight"), train, strict=False)), validation_data=held_out)
     raise DataError(
-        f"{name}: returned a {type(result).__name__}, expected (x, y), ((x, y), (validation x, validation y)), batches"
+        f"{name}: returned {type(result).__name__}, expected (x, y), ((x, y), (validation x, validation y)), batches"
         f" (tf.data.Dataset, PyDataset, generator), (batches, validation batches), or a dict of arguments of fit"
     )
 

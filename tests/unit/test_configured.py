@@ -284,8 +284,8 @@ def test_refused_before_anything_is_written(
     [
         ({"x": X, "batch_size": 3}, ".*batch_size and epochs are train.batch_size and train.epochs"),
         ({"a": X}, "returned a dict with a, expected arguments of fit"),
-        ((X, Y, X), "returned a tuple, expected"),
-        (((X,), (X,)), "returned a tuple, expected"),
+        ((X, Y, X), "returned tuple, expected"),
+        (((X,), (X,)), "returned tuple, expected"),
     ],
 )
 def test_what_a_function_may_not_return(result: Any, message: str) -> None:
