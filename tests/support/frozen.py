@@ -46,7 +46,7 @@ RUNS = {
     "ring np 1": TRAIN,
     "ring np 2 MPI": f"horovodrun -np 2 -H localhost:2 {TRAIN}",
     "ring np 2 Gloo": f"horovodrun --gloo -np 2 -H localhost:2 {TRAIN}",
-    "ring np 3 MPI": f"horovodrun -np 3 -H localhost:3 {TRAIN} --hvd.fusion-mb 0",
+    "ring np 3 MPI": f"env HOROVOD_FUSION_THRESHOLD=0 horovodrun -np 3 -H localhost:3 {TRAIN}",
     "deterministic np 3": f"python -m ringtrain launch -np 3 -H localhost:3 -- {TRAIN} --hvd.deterministic",
     "towers": f"{TRAIN} --strategy.name towers --strategy.towers 2",
     "multi-worker": f"{LAUNCH} {TRAIN} --strategy.name multi-worker",
@@ -87,10 +87,7 @@ LAUNCHES = {
 }
 HOSTFILES = ("cluster", "deepspeed", "hydra", "ipv6")
 
-COMMANDS = (
-    *("train", "launch", "init", "runs", "report", "bench", "sweep", "hosts", "doctor"),
-    "schema",
-)
+COMMANDS = ("train", "launch", "init", "runs", "report", "bench", "sweep", "hosts", "doctor")
 BENCHES = ("train", "allreduce")
 HELP = (
     *("ringtrain", *(f"ringtrain {name}" for name in COMMANDS), *(f"ringtrain bench {name}" for name in BENCHES)),
