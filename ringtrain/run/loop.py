@@ -59,10 +59,15 @@ class Training:
         callback_state.restore_callbacks(run.job.all_callbacks, run.start.callbacks)
 
         # The ranks agree on the end: a callback of one alone may set `stop_training`. An epoch whose end a change of
-        # ranks has interrupted is ended in any case.
-        while clock.epoch < run.config.train.epochs and (clock.is_open or not run.callbacks.stop.stopped_by):
+        # ranks has interrupted is ended in any case, and so is one that a callback had ended before a kill.
+        stop = run.callbacks.stop
+        while clock.epoch < run.config.train.epochs and (
+            clock.is_open or not stop.stopped_by or (stop.is_ended and not clock.epoch_complete)
+        ):
             # All of an epoch, or what is left of it: after a resume, or after a change of ranks.
             epoch, steps = clock.begin_epoch()
+            if stop.is_ended:
+                steps = range(0)
             model.reset_metrics()
             self.callbacks.on_epoch_begin(epoch)
             self.step_logs = {} if steps else clock.step_logs

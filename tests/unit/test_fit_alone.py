@@ -74,6 +74,25 @@ def test_a_second_start_returns_the_history_and_other_steps_of_an_epoch_are_refu
         _fit(_model(), tmp_path, History(), name="one", epochs=4, steps_per_epoch=2)
 
 
+def test_an_epoch_that_a_callback_had_ended_before_a_kill_has_its_end(tmp_path: Path) -> None:
+    """The end of the epoch is not saved yet, but the step after which training stops is."""
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = batch == 1
+
+    class KillAtEnd(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            raise Killed
+
+    whole = _fit(_model(), tmp_path, Stop(), name="whole")
+    with pytest.raises(Killed):
+        _fit(_model(), tmp_path, Stop(), KillAtEnd(), name="cut")
+    again = _fit(_model(), tmp_path, Stop(), name="cut")
+    assert again.history == whole.history and len(whole.history["loss"]) == 1
+    assert again.checksum == whole.checksum
+
+
 def test_the_files_of_a_run(tmp_path: Path) -> None:
     history = _fit(_model(), tmp_path, epochs=2, validation_freq=2)
     summary = json.loads((history.run / "summary.json").read_text())
