@@ -67,7 +67,7 @@ class Training:
             # All of an epoch, or what is left of it: after a resume, or after a change of ranks.
             epoch, steps = clock.begin_epoch()
             if stop.is_ended:
-                steps = range(0)
+                steps = range(0)  # only its end is made up for
             model.reset_metrics()
             self.callbacks.on_epoch_begin(epoch)
             self.step_logs = {} if steps else clock.step_logs
