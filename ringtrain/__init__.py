@@ -9,8 +9,6 @@ imports neither Horovod nor TensorFlow.
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ringtrain.protocol.cores import share_cores
@@ -20,10 +18,10 @@ from ringtrain.protocol.failures import report_uncaught_from_start
 __version__ = "0.1.0"
 
 LAZY = {
-    "fit": "ringtrain.keras_fit",
-    "start": "ringtrain.keras_fit",
-    "evaluate": "ringtrain.keras_evaluate",
-    "predict": "ringtrain.keras_evaluate",
+    "fit": "ringtrain.api",
+    "start": "ringtrain.api",
+    "evaluate": "ringtrain.api",
+    "predict": "ringtrain.api",
     "run": "ringtrain.function_call",
     "from_rank_0": "ringtrain.data.from_rank_0",
     "Records": "ringtrain.data.records",
@@ -33,13 +31,13 @@ LAZY = {
 
 if TYPE_CHECKING:  # for editors and mypy
     from ringtrain import hvd as hvd
+    from ringtrain.api import evaluate as evaluate
+    from ringtrain.api import fit as fit
+    from ringtrain.api import predict as predict
+    from ringtrain.api import start as start
     from ringtrain.data.from_rank_0 import from_rank_0 as from_rank_0
     from ringtrain.data.records import Records as Records
     from ringtrain.function_call import run as run
-    from ringtrain.keras_evaluate import evaluate as evaluate
-    from ringtrain.keras_evaluate import predict as predict
-    from ringtrain.keras_fit import fit as fit
-    from ringtrain.keras_fit import start as start
     from ringtrain.protocol.for_script import trial as trial
 else:
 
@@ -56,18 +54,6 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *LAZY, "hvd"])
 
 
-class _Package(ModuleType):
-    """This package, whose attribute `run` stays the function when the folder of that name is imported."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in LAZY or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
-
-    def __reduce__(self) -> Any:  # cloudpickle knows plain modules only
-        return importlib.import_module, (self.__name__,)
-
-
-sys.modules[__name__].__class__ = _Package
 leave_rank()  # before anything reads which rank this is
 report_uncaught_from_start()
 share_cores()  # a script builds its model, and TensorFlow its threads, before it calls anything here

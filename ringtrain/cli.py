@@ -12,8 +12,18 @@ from typing import Any
 
 from ringtrain import __version__
 from ringtrain.cluster.launch_options import GROUPS, IN_KUBERNETES, PLAIN, HostOptions, LaunchOptions, add_options
+from ringtrain.config.options import (
+    Command,
+    Given,
+    Parser,
+    add,
+    before_program,
+    nearest,
+    options_of,
+    read,
+    refuse_dashes,
+)
 from ringtrain.errors import LaunchError, RingtrainError
-from ringtrain.options import Command, Given, Parser, add, before_program, nearest, options_of, read, refuse_dashes
 from ringtrain.protocol.env import is_activated, path_with_own
 
 STARTS_RANKS = (
@@ -149,11 +159,11 @@ def complete() -> None:
 
 def train(given: Given) -> int:
     """Starts the trainer or a script, as `ringtrain launch` does, or replaces this process by it."""
-    from ringtrain import config_help
+    from ringtrain.config import help_texts
 
     words, of_launch = given.command, options_of(*GROUPS)
     is_script = bool(words) and not words[0].startswith("-")
-    if not is_script and config_help.asks_for_help(words):
+    if not is_script and help_texts.asks_for_help(words):
         return help_of_train(words)
     if is_script and not words[0].endswith(".py"):
         raise LaunchError(
@@ -186,14 +196,14 @@ def train(given: Given) -> int:
 
 def help_of_train(words: Sequence[str]) -> int:
     """Prints the help of `ringtrain train`: the trainer's options, and the most important ones of launch."""
-    from ringtrain import config_help, config_io
+    from ringtrain.config import files, help_texts
 
     usage = (
         "ringtrain train [options of launch] [--config FILE] [options]\n"
         "       ringtrain train [options of launch] SCRIPT.py [its options]"
     )
     description = "Trains on the ranks that -np or hosts ask for, without them in one process."
-    shown = config_help.help_parser(words, config_io.file_of(words), usage, description)
+    shown = help_texts.help_parser(words, files.file_of(words), usage, description)
     if words[-1] in ("-h", "--help"):
         group = shown.add_argument_group("options of launch, which come first (all: ringtrain launch --help)")
         add(group, [option for name, option in options_of(*PLAIN).items() if name in STARTING])
@@ -203,11 +213,12 @@ def help_of_train(words: Sequence[str]) -> int:
 
 def complete_train(parser: Parser) -> None:
     """Adds the options of the trainer, and a script."""
-    from ringtrain import config, config_help
+    from ringtrain.config import help_texts
+    from ringtrain.config.sections import OPTIONS
 
     parser.add_argument("--config")
-    parser.add_argument("--help", choices=[*config_help.sections(), config_help.ALL])
-    add(parser, config.OPTIONS.values())
+    parser.add_argument("--help", choices=[*help_texts.sections(), help_texts.ALL])
+    add(parser, OPTIONS.values())
     parser.add_argument("script", nargs="?")
 
 
@@ -216,9 +227,9 @@ def launch(given: Given) -> int:
 
     options = LaunchOptions.of(given)
     if given.command[1:3] == ("-m", "ringtrain.train") and options.launcher not in IN_KUBERNETES:
-        from ringtrain import config_io
+        from ringtrain.config import files
 
-        config_io.read(given.command[3:])  # a mistake in it is found before ranks start
+        files.read(given.command[3:])  # a mistake in it is found before ranks start
     return launch(options)
 
 

@@ -33,7 +33,7 @@ from ringtrain.protocol.env import JOB, MARK, path_with_own
 from ringtrain.protocol.failures import Failure, failure_of, report_failure
 from ringtrain.protocol.json_text import INVALID, parse_json
 from ringtrain.protocol.reader import Lines
-from ringtrain.run import log_capture
+from ringtrain.training import log_capture
 
 LARGE_MB = 64
 """size of function and arguments from which on `run` warns: every rank reads them"""

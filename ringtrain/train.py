@@ -24,18 +24,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ringtrain import config_io, strategies
-from ringtrain.config import Config
+from ringtrain import strategies
+from ringtrain.config import files
+from ringtrain.config.sections import Config
 from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.monitor import journal
 from ringtrain.protocol import failures, status
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.launchers import launched_rank
-from ringtrain.run import consistency, console, devices, log_capture, run_files, step_monitor
-from ringtrain.run.context import Job, Opening, Run, Source
-from ringtrain.sources.configured import ConfiguredSource
 from ringtrain.strategies.parameter_server import cluster, worker
 from ringtrain.strategies.parameter_server.cluster import RankGroup
+from ringtrain.training import agreement, console, devices, log_capture, run_files, step_monitor
+from ringtrain.training.configured import ConfiguredSource
+from ringtrain.training.run import Job, Opening, Run, Source
 
 SECONDS_FOR_RANK_0 = 10.0
 
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     stages = journal.Stages()
     try:
-        return _walk(config_io.of_command(config_io.read(sys.argv[1:] if argv is None else argv)), stages)[1]
+        return _walk(files.of_command(files.read(sys.argv[1:] if argv is None else argv)), stages)[1]
     except RingtrainError as error:
         # An error on one rank is raised on every rank (hvd.run_together). Rank 0 prints it, and launchers end the job
         # when the first rank exits. A rank that still runs after this pause has an error of its own.
@@ -72,7 +73,7 @@ def train(config: Config) -> dict[str, Any]:
     others) and hvd.deterministic; another value raises. Layer names are counted from one again for each call.
 
     Args:
-        config: for example `config_io.read(["--config", "configs/digits.toml"])`.
+        config: for example `files.read(["--config", "configs/digits.toml"])`.
 
     Returns:
         Content of summary.json: metrics, checksum and timings. {} on parameter servers and their workers.
@@ -140,7 +141,7 @@ def _from_agreement(run: Run) -> tuple[Mapping[str, Any], int]:
 def setup(config: Config, source: Source, group: RankGroup | None, stages: journal.Stages) -> Run:
     """Loads the libraries, starts Horovod and pins this rank's devices."""
     import ringtrain.hvd as hvd  # first: it reports missing packages
-    from ringtrain.run import resume, stopping, tracking
+    from ringtrain.training import resume, stopping, tracking
 
     stages.done("libraries")
     if threading.current_thread() is not threading.main_thread():
@@ -165,7 +166,7 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
         attempt = dataclasses.replace(attempt, run_name="")
     config = strategy.together(lambda: resume.started_again(config, attempt))
     # The code as loaded, as the files may change during the run. Its records: a missing package is reported now.
-    code = strategy.together(lambda: {**consistency.of_code(config, tracking.versions()), **source.code()})
+    code = strategy.together(lambda: {**agreement.of_code(config, tracking.versions()), **source.code()})
     return Run(
         config=config,
         source=source,
@@ -195,12 +196,12 @@ def agree(run: Run) -> Mapping[str, Any]:
     else:
         device = devices.identity(run.pinning)
     hvd.check_placement(device)
-    consistency.same_code(run)
+    agreement.same_code(run)
     stages.done("checks")
 
     # Data and model: each rank trains its rows of every global batch, and evaluates its part of the test rows.
     run.job = job = source.read_job(run)
-    consistency.same_job(run)
+    agreement.same_job(run)
     stages.done("model")
 
     # Every rank begins with rank 0's weights, from the newest checkpoint if there is one. Averaged gradients keep them
@@ -269,8 +270,8 @@ def _open_journal(run: Run, opening: Opening) -> None:
 def fit(run: Run) -> None:
     """Trains to the end of the run, or until all ranks stop after the same step. Every rank makes the same steps."""
     from ringtrain import hvd
-    from ringtrain.run import loop
-    from ringtrain.run.callbacks import Callbacks
+    from ringtrain.training import loop
+    from ringtrain.training.callbacks import Callbacks
 
     run.started = time.time()
     with contextlib.ExitStack() as stack:
@@ -286,7 +287,7 @@ def fit(run: Run) -> None:
 
 def finish(run: Run) -> tuple[Mapping[str, Any], int]:
     """Compares the ranks once more, and writes the run's results. Returns the summary and the exit code."""
-    from ringtrain.run import tracking
+    from ringtrain.training import tracking
 
     stop, strategy = run.callbacks.stop, run.strategy
     if run.rank == 0 and not stop.exit_code:

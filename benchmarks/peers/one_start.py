@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from ringtrain import config_io
-from ringtrain.config import Config
-from ringtrain.derived import derive
+from ringtrain.config import files
+from ringtrain.config.derived import derive
+from ringtrain.config.sections import Config
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.launchers import launched_rank
-from ringtrain.run import setup
+from ringtrain.training import configured
 
 if TYPE_CHECKING:
     import keras
@@ -60,7 +60,7 @@ def on_ranks(given: dict[str, Any], train_args: Sequence[str]) -> None:
     rank, folder = launched_rank() or 0, Path(options.folder)
     end = End(folder, rank, options.limit_s)
     try:
-        config = _enough(config_io.read(train_args), options)
+        config = _enough(files.read(train_args), options)
         if options.run:
             trained = _by_hand(config, options, rank)
         else:
@@ -144,7 +144,7 @@ def _by_hand(config: Config, options: OneStart, rank: int) -> Trained:
     """Runs a function of benchmarks/peers."""
     module, _, function = options.run.partition(":")
     run = getattr(importlib.import_module(f"peers.{module}"), function)
-    data_set = setup.find(config).read_data()
+    data_set = configured.find(config).read_data()
     numbers = derive(config, options.workers, len(data_set.train), len(data_set.test))
     if "tensorflow" in sys.modules:
         import tensorflow as tf

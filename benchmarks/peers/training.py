@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain import data, models
-from ringtrain.config import Config
-from ringtrain.derived import Numbers
-from ringtrain.run import setup
+from ringtrain.config.derived import Numbers
+from ringtrain.config.sections import Config
+from ringtrain.training import configured
 
 if TYPE_CHECKING:
     import keras
@@ -46,7 +46,7 @@ class Training:
         import keras
 
         keras.utils.set_random_seed(self.config.seed)
-        return setup.find(self.config).build_model(self.data_set.input_shape, self.data_set.num_classes)
+        return configured.find(self.config).build_model(self.data_set.input_shape, self.data_set.num_classes)
 
     def optimizer(self, model: keras.Model) -> keras.optimizers.Optimizer:
         """Builds the optimizer, without communication."""

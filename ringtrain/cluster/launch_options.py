@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from ringtrain.errors import LaunchError
-from ringtrain.options import (
+from ringtrain.config.options import (
     AT_LEAST_0,
     FILE,
     LIST,
@@ -26,6 +25,7 @@ from ringtrain.options import (
     read,
     title_of,
 )
+from ringtrain.errors import LaunchError
 from ringtrain.protocol import as_main
 
 

@@ -1,4 +1,4 @@
-"""Data by name: functions from the configuration to a DataSet. A new one: a row of DATASETS and a name in config.py."""
+"""Data by name: functions from the configuration to a DataSet. A new one: a row of DATASETS, a name in sections.py."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ringtrain.config import DataConfig
-from ringtrain.config_io import find, imported
+from ringtrain.config.files import find, imported
+from ringtrain.config.sections import DataConfig
 from ringtrain.data import augment
 from ringtrain.data.classes import check_numbers, checked
 from ringtrain.data.dataset import DataSet

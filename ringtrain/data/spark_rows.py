@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain.config import DataConfig
+from ringtrain.config.sections import DataConfig
 from ringtrain.data import row_order
 from ringtrain.data.arrays import Arrays, NumberedRows
 from ringtrain.data.classes import checked

@@ -9,7 +9,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.config import HvdConfig
+from ringtrain.config.sections import HvdConfig
 from ringtrain.errors import ConfigError, MissingDependency
 from ringtrain.protocol.env import ALONE, COLLECTIVES, for_this_environment
 from ringtrain.protocol.launchers import other_launcher

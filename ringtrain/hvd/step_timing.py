@@ -21,7 +21,7 @@ from ringtrain.hvd.train_step import TrainStep, wrap
 from ringtrain.monitor.diagnosis import WINDOW_STEPS, Times
 
 if TYPE_CHECKING:
-    from ringtrain.run.clock import Clock
+    from ringtrain.training.clock import Clock
 
 MOMENTS = ("input", "computed", "reduced")
 GRAPH = "step"

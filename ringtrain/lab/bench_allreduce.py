@@ -21,11 +21,11 @@ import numpy as np
 
 from ringtrain import ring_allreduce
 from ringtrain.cluster.launch_options import LaunchOptions
-from ringtrain.config import DeviceConfig
+from ringtrain.config.options import AT_LEAST_1, FILE, LIST, N
+from ringtrain.config.sections import DeviceConfig
 from ringtrain.errors import LaunchError, OutOfSync
 from ringtrain.lab import ranks, stats
 from ringtrain.lab.tables import Table
-from ringtrain.options import AT_LEAST_1, FILE, LIST, N
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 Call = Callable[[], Any]
@@ -142,7 +142,7 @@ def horovod(sizes: Sequence[int], over: str) -> list[dict[str, Any]]:
     import tensorflow as tf
 
     from ringtrain import hvd
-    from ringtrain.run import devices
+    from ringtrain.training import devices
 
     hvd.init()
     devices.pin(hvd.local_rank(), hvd.local_size(), DeviceConfig())

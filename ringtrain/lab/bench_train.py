@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from ringtrain import config_io
 from ringtrain.cluster.launch_options import LaunchOptions
+from ringtrain.config import files
+from ringtrain.config.options import AT_LEAST_1, FILE, N
 from ringtrain.errors import ConfigError, LaunchError
 from ringtrain.lab import ranks, stats
 from ringtrain.lab.tables import Table
-from ringtrain.options import AT_LEAST_1, FILE, N
 
 WARM_STEPS = 3  # of each block
 
@@ -43,7 +43,7 @@ def main(options: Options, launch: LaunchOptions) -> int:
         raise LaunchError(
             f"got {train_args[0]} after --, expected options of ringtrain.train, such as --model.name own:model"
         )
-    config = config_io.read(train_args)
+    config = files.read(train_args)
     found = ranks.call(launch, f"{__name__}:on_ranks", train_args, options.steps, options.turns)
     ring, alone = found["ring"], found["alone"]
     together, apart, efficiency = stats.Spread.of(ring), stats.Spread.of(alone), stats.ratios(ring, alone)
@@ -66,10 +66,10 @@ def on_ranks(train_args: Sequence[str], num_steps: int, turns: int) -> dict[str,
     import keras
 
     from ringtrain import data, hvd, strategies
-    from ringtrain.derived import derive
-    from ringtrain.run import devices, setup
+    from ringtrain.config.derived import derive
+    from ringtrain.training import configured, devices
 
-    config = config_io.read(train_args)
+    config = files.read(train_args)
     hvd.configure(config.hvd)
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
@@ -77,13 +77,13 @@ def on_ranks(train_args: Sequence[str], num_steps: int, turns: int) -> dict[str,
     hvd.check_placement()
 
     # The same model and data twice: once as a ring, once without communication.
-    named = setup.find(config)
+    named = configured.find(config)
     data_set, batch_size = named.read_data(), config.train.batch_size
     numbers = derive(config, size, len(data_set.train), len(data_set.test), batch_size * size)
     strategy = strategies.make(config)
-    ring, _ = setup.compiled_model(named, data_set, config, numbers, strategy)
+    ring, _ = configured.compiled_model(named, data_set, config, numbers, strategy)
     strategy.distribute(ring.optimizer)
-    alone, _ = setup.compiled_model(named, data_set, config, numbers, strategy)
+    alone, _ = configured.compiled_model(named, data_set, config, numbers, strategy)
     hvd.broadcast_model(ring, root_rank=0)
     hvd.step_timing.PLACE.watch(ring)  # as in training
     steps_per_turn = WARM_STEPS + num_steps

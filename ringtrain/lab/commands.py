@@ -14,8 +14,8 @@ from ringtrain.cluster.launch_options import (
     RestartOptions,
     add_options,
 )
+from ringtrain.config.options import Command, Given, Parser, add, options_of, read
 from ringtrain.errors import LaunchError
-from ringtrain.options import Command, Given, Parser, add, options_of, read
 
 ON_RANKS = (HostOptions, JobOptions, RestartOptions)
 """options of launch that a command which starts ranks has"""

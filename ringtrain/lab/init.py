@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from ringtrain import config_help, config_io
-from ringtrain.config import Config
+from ringtrain.config import files, help_texts
+from ringtrain.config.options import Argument
+from ringtrain.config.sections import Config
 from ringtrain.errors import RunDirectoryError
-from ringtrain.options import Argument
 
 CONFIG, JOB = "config.toml", "job.py"
 FIRST_JOB = Path(__file__).with_name("first_job.py")
@@ -57,8 +57,8 @@ def config_text() -> str:
 
 
 def _lines() -> Iterator[str]:
-    texts, section, default = config_help.texts(), "", Config()
-    for option in sorted(config_help.COMMON, key=list(texts).index):
+    texts, section, default = help_texts.texts(), "", Config()
+    for option in sorted(help_texts.COMMON, key=list(texts).index):
         table, _, key = option.rpartition(".")
         if table != section:
             if section:
@@ -67,6 +67,6 @@ def _lines() -> Iterator[str]:
             section = table
         yield from textwrap.wrap(texts[option], 110, initial_indent="# ", subsequent_indent="# ")
         if option in VALUES:
-            yield f"{key} = {config_io.toml_value(VALUES[option])}"
+            yield f"{key} = {files.toml_value(VALUES[option])}"
         else:
-            yield f"# {key} = {config_io.toml_value(config_io.value_of(default, option))}"
+            yield f"# {key} = {files.toml_value(files.value_of(default, option))}"

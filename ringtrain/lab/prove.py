@@ -14,18 +14,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from ringtrain import config_io, sources
 from ringtrain.cluster import processes
 from ringtrain.cluster.launch import find_hosts
 from ringtrain.cluster.launch_options import LaunchOptions
-from ringtrain.config import Config
+from ringtrain.config import files
+from ringtrain.config.options import FILE, N, at_least
+from ringtrain.config.sections import OF_SCRIPT, Config
 from ringtrain.errors import LaunchError
 from ringtrain.lab import prove_checks as checks
 from ringtrain.lab import ranks, runs, stats
 from ringtrain.lab.prove_checks import Check, Outcome
 from ringtrain.lab.script import Script, reason_of, runs_in, start_launch
 from ringtrain.lab.tables import Table
-from ringtrain.options import FILE, N, at_least
 from ringtrain.protocol import as_main
 from ringtrain.protocol.env import PROVE
 from ringtrain.protocol.for_script import ForScript
@@ -104,7 +104,7 @@ class Proof:
     @property
     def _base(self) -> Config:
         """Configuration of the trainer."""
-        return config_io.read(self.script.train_args)
+        return files.read(self.script.train_args)
 
     def check(self) -> None:
         """Raises LaunchError for a command that cannot be proved."""
@@ -193,7 +193,7 @@ class Proof:
             return words, ForScript(by=by, folder=folder, options={**options, **self._of_trainer(num_ranks, precision)})
         place = as_main.place_of_script(words)
         words[place:place] = ["-m", "ringtrain.lab.prove_seeded", str(SEED), precision or "float32"]
-        of_fit = {name: value for name, value in options.items() if name.startswith(sources.OPTIONS)}
+        of_fit = {name: value for name, value in options.items() if name.startswith(OF_SCRIPT)}
         observer = f"{RECORDER}:Rows"
         limits: dict[str, Any] = {"epochs": EPOCHS, "steps": self.steps, "ranks": self.num_ranks}
         return words, ForScript(by=by, folder=folder, options=of_fit, observer=observer, **limits)

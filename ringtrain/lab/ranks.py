@@ -14,12 +14,12 @@ from typing import Any
 
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.restart import ASKED_TO_STOP
+from ringtrain.config.options import options_of, words_of
 from ringtrain.errors import LaunchError, RingtrainError
 from ringtrain.lab.commands import ON_RANKS
-from ringtrain.options import options_of, words_of
 from ringtrain.protocol.failures import report
 from ringtrain.protocol.launchers import launched_rank
-from ringtrain.run import log_capture
+from ringtrain.training import log_capture
 
 
 def launch_words(launch: LaunchOptions, left_out: Collection[str]) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ringtrain.checkpoint.run_folder import NO_METRICS
+from ringtrain.config.options import FILE, Argument
 from ringtrain.errors import LaunchError, RunDirectoryError
 from ringtrain.lab import page, postmortem, runs
 from ringtrain.lab.page import Line
@@ -18,7 +19,6 @@ from ringtrain.lab.runs import Run, title_of
 from ringtrain.lab.tables import Table, number
 from ringtrain.monitor import goodput, journal
 from ringtrain.monitor.journal import duration
-from ringtrain.options import FILE, Argument
 
 PAGE = "report.html"
 Runs = Mapping[str, Run]
@@ -205,7 +205,7 @@ def _configuration(named: Runs) -> list[str]:
     """Options that differ from their defaults, or, for several runs, between the runs."""
     columns = {name: run.options for name, run in named.items()}
     if len(named) == 1:
-        from ringtrain.config import Config
+        from ringtrain.config.sections import Config
 
         columns["default"] = runs.flat(json.loads(json.dumps(dataclasses.asdict(Config()))))
     options: dict[str, None] = {}

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ringtrain.checkpoint.run_folder import NO_METRICS, is_locked, plain
-from ringtrain.derived import counted
+from ringtrain.config.derived import counted
+from ringtrain.config.options import Argument
 from ringtrain.errors import RunDirectoryError
 from ringtrain.lab import postmortem
 from ringtrain.lab.tables import Table, number
 from ringtrain.monitor import goodput, journal
-from ringtrain.options import Argument
 from ringtrain.protocol.json_text import parse_json, parse_object
 
 RUNS = "runs"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringtrain import config_io
 from ringtrain.cluster import processes
+from ringtrain.config import files
 from ringtrain.errors import LaunchError
 from ringtrain.lab import runs
 from ringtrain.lab.runs import Run
@@ -36,7 +36,7 @@ class Script:
             )
         script = cls(("python", *words) if words[0].endswith(".py") else tuple(words))
         if script.is_trainer:
-            config_io.read(script.train_args)
+            files.read(script.train_args)
         return script
 
     @property

@@ -19,11 +19,13 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ringtrain import config_io, data
+from ringtrain import data
 from ringtrain.cluster import processes
 from ringtrain.cluster.launch import find_hosts
 from ringtrain.cluster.launch_options import LaunchOptions
-from ringtrain.derived import lower_is_better
+from ringtrain.config import files
+from ringtrain.config.derived import lower_is_better
+from ringtrain.config.options import AT_LEAST_0, AT_LEAST_1, FILE, NAME, Argument, N
 from ringtrain.errors import HostsError, LaunchError, RunDirectoryError
 from ringtrain.lab import ranks, stats
 from ringtrain.lab import sweep_space as space
@@ -31,7 +33,6 @@ from ringtrain.lab.script import Script, runs_in
 from ringtrain.lab.sweep_space import STUDY_FILE, Study
 from ringtrain.lab.sweep_trials import Sweep, TrialJob, held, number_text, values_in_words
 from ringtrain.lab.tables import Table
-from ringtrain.options import AT_LEAST_0, AT_LEAST_1, FILE, NAME, Argument, N
 from ringtrain.protocol.json_text import INVALID, parse_json
 
 DEFAULT_TRIALS = 20
@@ -192,10 +193,10 @@ def predict(run: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Labels [n] and predicted probabilities [n, classes] of a run's test samples."""
     import keras
 
-    from ringtrain.run import setup
+    from ringtrain.training import configured
 
-    config = config_io.read_toml(run / "config.toml")
-    data_set = setup.find(config).read_data()
+    config = files.read_toml(run / "config.toml")
+    data_set = configured.find(config).read_data()
     path = run / "model.keras"
     try:
         model = keras.models.load_model(path, compile=False)

@@ -21,9 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ringtrain import sources
-from ringtrain.config import RULES, nearest, option_types
-from ringtrain.config_io import checked, tables_of
+from ringtrain.config.files import checked, tables_of
+from ringtrain.config.sections import OF_SCRIPT, RULES, nearest, option_types
 from ringtrain.errors import ConfigError, MissingDependency
 
 OF_THE_SWEEP = ("run.", "train.monitor")
@@ -48,7 +47,7 @@ def read(path: Path, is_trainer: bool) -> Space:
     types = option_types()
     known = [option for option in types if not option.startswith(OF_THE_SWEEP)]
     if not is_trainer:
-        known = [option for option in known if option.startswith(sources.OPTIONS)]
+        known = [option for option in known if option.startswith(OF_SCRIPT)]
     found: dict[str, Any] = {}
     for key, value in _entries(path):
         option = key.replace("-", "_")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ringtrain.cluster import processes
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.restart import ASKED_TO_STOP
-from ringtrain.config import nearest
+from ringtrain.config.sections import nearest
 from ringtrain.errors import LaunchError
 from ringtrain.lab import script
 from ringtrain.lab.script import Script

@@ -10,8 +10,8 @@ import difflib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.config import ModelConfig
-from ringtrain.config_io import find
+from ringtrain.config.files import find
+from ringtrain.config.sections import ModelConfig
 from ringtrain.errors import ConfigError
 from ringtrain.models.losses_metrics import OF_CLASSES, accuracy, cross_entropy, loss, metrics, needs_classes
 from ringtrain.models.zoo import APPLICATIONS, cnn, mlp, resnet20, resnet50

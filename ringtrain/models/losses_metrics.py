@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.config import ModelConfig
-from ringtrain.config_io import find, imported
+from ringtrain.config.files import find, imported
+from ringtrain.config.sections import ModelConfig
 from ringtrain.errors import ConfigError
 
 if TYPE_CHECKING:

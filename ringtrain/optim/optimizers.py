@@ -10,11 +10,11 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from ringtrain.config import Config
-from ringtrain.config_io import find
-from ringtrain.derived import Numbers
+from ringtrain.config.derived import Numbers
+from ringtrain.config.files import find
+from ringtrain.config.optimizer_kinds import OPTIMIZERS
+from ringtrain.config.sections import Config
 from ringtrain.optim.schedules import Schedule, schedule_of
-from ringtrain.optimizer_kinds import OPTIMIZERS
 
 
 @keras.saving.register_keras_serializable(package="ringtrain")

@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from ringtrain.config import Config
-from ringtrain.derived import Numbers
+from ringtrain.config.derived import Numbers
+from ringtrain.config.sections import Config
 
 
 @dataclass(frozen=True)

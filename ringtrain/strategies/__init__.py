@@ -5,7 +5,6 @@ This module does not import TensorFlow: unsupported options are reported before 
 base:             base class: what a run asks of a strategy, and the proof line at its end
 elastic:          ring whose ranks join and leave
 ring:             one process per rank: ring over Horovod, mpi-ring over mpi4py
-rows:             data of the configuration, and training on arrays and streams of batches, for ring
 mirrored:         towers and multi-worker: TensorFlow's strategies
 parameter_server: ps-sync and ps-async
 """
@@ -17,8 +16,8 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ringtrain import combinations, config_io
-from ringtrain.config import DEFAULTS, Config
+from ringtrain.config import combinations, files
+from ringtrain.config.sections import DEFAULTS, Config
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.env import ALONE, COLLECTIVES, SERVERS
 
@@ -37,24 +36,20 @@ class Kind:
     """RINGTRAIN_COLLECTIVES; "": Horovod"""
     has_servers: bool = False
     """whether rank 0 coordinates servers and workers, and trains alone"""
-    trains_streams: bool = True
-    """whether it trains batches of a tf.data.Dataset, PyDataset or generator, besides numbered rows"""
 
 
 def _class(path: str) -> Callable[..., Strategy]:
     """Constructor of a class in this folder, which is imported when it is called."""
-    return config_io.find("strategy.name", f"ringtrain.strategies.{path}", {})
+    return files.find("strategy.name", f"ringtrain.strategies.{path}", {})
 
 
 STRATEGIES = {
     "ring": Kind(_class("ring:Ring"), collectives=""),
     "mpi-ring": Kind(_class("ring:Ring")),
-    "towers": Kind(_class("mirrored:Towers"), trains_streams=False),
-    "multi-worker": Kind(_class("mirrored:MultiWorker"), trains_streams=False),
-    "ps-async": Kind(
-        _class("parameter_server.asynchronous:Asynchronous"), ALONE, has_servers=True, trains_streams=False
-    ),
-    "ps-sync": Kind(_class("parameter_server.synchronous:Synchronous"), ALONE, has_servers=True, trains_streams=False),
+    "towers": Kind(_class("mirrored:Towers")),
+    "multi-worker": Kind(_class("mirrored:MultiWorker")),
+    "ps-async": Kind(_class("parameter_server.asynchronous:Asynchronous"), ALONE, has_servers=True),
+    "ps-sync": Kind(_class("parameter_server.synchronous:Synchronous"), ALONE, has_servers=True),
 }
 """strategy.name, and what it means; the configuration lists the names as choices"""
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import keras
 
 from ringtrain import hvd
-from ringtrain.config import Config
-from ringtrain.derived import Numbers
+from ringtrain.config.derived import Numbers
+from ringtrain.config.sections import Config
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.env import COLLECTIVES
-from ringtrain.run import devices
-from ringtrain.run.clock import Clock
 from ringtrain.strategies import STRATEGIES
+from ringtrain.training import devices
+from ringtrain.training.clock import Clock
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import Run
+    from ringtrain.training.run import Run
 
 T = TypeVar("T")
 StepsOf = Callable[[int, int], Iterator[Mapping[str, Any]]]
@@ -35,6 +35,7 @@ class Strategy:
     copies_name = "ranks"  # plural noun for the copies in messages
     over_grpc = False  # whether ranks use gRPC, which has no authentication: see docs/launching.md
     ranks_change = False  # whether ranks join and leave during training; until they agree, others may be training
+    may_compile = False  # whether XLA may compile forward and backward pass of a step
     trains_here = True  # whether this process computes gradients, whose phases can be measured
     other_hosts: Sequence[str] = ()  # of further processes, which are no ranks of this training loop
     # Host, versions and checksums of processes that read data: they must equal those of this one.

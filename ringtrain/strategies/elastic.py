@@ -21,19 +21,19 @@ import keras
 from ringtrain import hvd
 from ringtrain.checkpoint import model_state, run_folder
 from ringtrain.checkpoint.callback_state import SharedCallbackState, Snapshot
-from ringtrain.config import Config
-from ringtrain.derived import num_shards
-from ringtrain.optim.sums import SumsOverRanks
+from ringtrain.config.derived import num_shards
+from ringtrain.config.sections import Config
 from ringtrain.protocol import failures
-from ringtrain.run import console, devices, evaluation, run_files
-from ringtrain.run.clock import Clock, Ending, Start
-from ringtrain.run.context import Job, Opening, Run, on_rank
-from ringtrain.run.run_files import FromCheckpoint
 from ringtrain.strategies.base import StepsOf
 from ringtrain.strategies.ring import Ring
+from ringtrain.training import console, devices, evaluation, run_files
+from ringtrain.training.clock import Clock, Ending, Start
+from ringtrain.training.run import Job, Opening, Run, on_rank
+from ringtrain.training.run_files import FromCheckpoint
+from ringtrain.training.sums import SumsOverRanks
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import Run
+    from ringtrain.training.run import Run
 
 
 def through_changes(run: Run, from_agreement: Callable[[], Any]) -> Any:
@@ -51,7 +51,7 @@ def through_changes(run: Run, from_agreement: Callable[[], Any]) -> Any:
 
 
 class OtherRanks(FromCheckpoint):
-    """State of a run from the rank that is furthest, or from a checkpoint; see `run.context.Source`."""
+    """State of a run from the rank that is furthest, or from a checkpoint; see `training.run.Source`."""
 
     def __init__(self, run: Run) -> None:
         self.strategy, configured = cast(Elastic, run.strategy), run.source

@@ -21,18 +21,17 @@ from keras.src.losses.loss import scale_loss_for_distribution
 from numpy.typing import NDArray
 
 from ringtrain import data, hvd
-from ringtrain.derived import Numbers
+from ringtrain.config.derived import Numbers
 from ringtrain.errors import ConfigError, DeviceError
 from ringtrain.hvd.distributed import distribute
 from ringtrain.hvd.keras_patches import set_untracked
 from ringtrain.hvd.reduction import probe
-from ringtrain.run import devices
-from ringtrain.strategies import rows
 from ringtrain.strategies.base import StepsOf, Strategy
 from ringtrain.strategies.parameter_server import cluster
+from ringtrain.training import devices, rows
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import Run
+    from ringtrain.training.run import Run
 
 
 class SumReduction(threading.local):  # each copy's step is traced in a thread of its own

@@ -9,31 +9,22 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from ringtrain import hvd
-from ringtrain.derived import num_shards
+from ringtrain.config.derived import num_shards
 from ringtrain.errors import ConfigError
-from ringtrain.optim import virtual_ranks
-from ringtrain.optim.summed_step import SummedStep
-from ringtrain.optim.sums import Sums
-from ringtrain.run.devices import device_of_sums
-from ringtrain.strategies import rows
 from ringtrain.strategies.base import StepsOf, Strategy
+from ringtrain.training import rows, virtual_ranks
+from ringtrain.training.devices import device_of_sums
+from ringtrain.training.summed_step import SummedStep
+from ringtrain.training.sums import Sums
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import Run
-
-
-OF_OPTIMIZER = (
-    "hvd.op",
-    "hvd.compression",
-    "hvd.groups",
-    "hvd.deterministic",
-)
-"""beginnings of the options that `distribute` passes to hvd.DistributedOptimizer"""
+    from ringtrain.training.run import Run
 
 
 class Ring(Strategy):
     """Strategies ring and mpi-ring."""
 
+    may_compile = True
     # Keeps the state of all ranks equal; None: each rank has seeds and moving statistics of its own.
     step: SummedStep | None = None
     _steps: rows.Rows | None = None

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain import data, hvd
-from ringtrain.config import DataConfig
+from ringtrain.config.sections import DataConfig
 
 FILE = "RINGTRAIN_ACCURACY_FILE"
 EVERY = 64

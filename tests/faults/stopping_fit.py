@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import ringtrain
 from ringtrain import hvd
-from ringtrain.config import Config, HealthConfig, RunConfig
+from ringtrain.config.sections import Config, HealthConfig, RunConfig
 
 rng = np.random.default_rng(0)
 x, y = rng.normal(size=(960, 8)).astype("float32"), rng.integers(0, 3, 960)

@@ -52,10 +52,10 @@ AGAIN = r"&histories\.append"
 """a second fit"""
 TWO, RESUMED = "2 ranks", "2 ranks, resumed"
 
-STEP, UNEVEN_LOSS, REDUCTION = "optim/step.py", "optim/uneven.py", "hvd/reduction.py"
-LOOP, RESUME, EVALUATION = "run/loop.py", "run/resume.py", "run/evaluation.py"
+STEP, UNEVEN_LOSS, REDUCTION = "training/step.py", "training/uneven.py", "hvd/reduction.py"
+LOOP, RESUME, EVALUATION = "training/loop.py", "training/resume.py", "training/evaluation.py"
 CALLBACKS, STATE = "checkpoint/callback_state.py", "checkpoint/model_state.py"
-STREAMS, SCRIPT = "data/streams.py", "sources/script_model.py"
+STREAMS, SCRIPT = "data/streams.py", "training/script_model.py"
 PLANTED = (
     # A step
     Mutant(
@@ -97,7 +97,7 @@ PLANTED = (
         *(TWO, r'reduction=(None|"none")'),
     ),
     Mutant(
-        *("metrics of one name have the last one's value", "optim/metric_results.py"),
+        *("metrics of one name have the last one's value", "training/metric_results.py"),
         *('unique = f"{name} (result {number})"', "unique = name", TWO, UNEVEN + r"&self\.trackers"),
     ),
     Mutant(
@@ -223,7 +223,7 @@ PLANTED = (
         *("    if hvd.num_copies(model) > 1:\n        return []", "    return []", RESUMED, r"UnseededNoise\(\)"),
     ),
     Mutant(
-        *("metrics of a resumed epoch begin anew", "run/clock.py"),
+        *("metrics of a resumed epoch begin anew", "training/clock.py"),
         *("self.metrics_state = start.metrics_state", "self.metrics_state = ()", RESUMED, LONG + r"&metrics="),
     ),
     Mutant(

@@ -37,7 +37,7 @@ import numpy as np
 import ringtrain
 import ringtrain.hvd as hvd
 from ringtrain import train
-from ringtrain.config import Config, with_values
+from ringtrain.config.sections import Config, with_values
 from ringtrain.data.fit_arguments import OF_DATA
 from ringtrain.errors import RingtrainError
 

@@ -15,7 +15,7 @@ from only import only
 
 import ringtrain
 import ringtrain.hvd as hvd
-from ringtrain.config import CheckpointConfig
+from ringtrain.config.sections import CheckpointConfig
 
 MORE: dict[str, Any] = {"epochs": 3, "verbose": 0, "validation_data": (X[:20], Y[:20])}
 

@@ -13,7 +13,7 @@ import numpy as np
 
 import ringtrain
 import ringtrain.hvd as hvd
-from ringtrain.config import Config, RunConfig, TrackingConfig
+from ringtrain.config.sections import Config, RunConfig, TrackingConfig
 from ringtrain.errors import RingtrainError
 
 OUTPUT, ROOT = Path(sys.argv[1]), Path(__file__).parents[2]

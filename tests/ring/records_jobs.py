@@ -13,7 +13,7 @@ from fit_alike import OUTPUT, KillAfter, Killed, X, Y, compiled, dense, distance
 
 import ringtrain
 from ringtrain import hvd
-from ringtrain.config import CheckpointConfig
+from ringtrain.config.sections import CheckpointConfig
 from ringtrain.data.records import RecordRows
 
 NUM = 203

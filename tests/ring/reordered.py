@@ -8,7 +8,7 @@ import tensorflow as tf
 from odd_model import dropping
 
 from ringtrain import hvd
-from ringtrain.optim import virtual_ranks
+from ringtrain.training import virtual_ranks
 
 
 def allreduced(rows: tf.Tensor, num: int, reduction: Any) -> tf.Tensor:

@@ -18,7 +18,7 @@ from only import only
 
 import ringtrain
 import ringtrain.hvd as hvd
-from ringtrain.config import CheckpointConfig, HealthConfig, with_values
+from ringtrain.config.sections import CheckpointConfig, HealthConfig, with_values
 
 AT_ONCE = HealthConfig(agree_every_steps=1)
 

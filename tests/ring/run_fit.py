@@ -19,7 +19,7 @@ from only import only, quick
 
 import ringtrain
 import ringtrain.hvd as hvd
-from ringtrain.config import HealthConfig, HvdConfig
+from ringtrain.config.sections import HealthConfig, HvdConfig
 
 
 @only(np=2)

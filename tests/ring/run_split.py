@@ -18,8 +18,8 @@ from keras import layers
 from tensorflow.python.eager import context
 
 from ringtrain import hvd
-from ringtrain.config import DeviceConfig
-from ringtrain.run import devices
+from ringtrain.config.sections import DeviceConfig
+from ringtrain.training import devices
 
 ROWS, PARTS = 48, 4
 X = np.random.default_rng(0).normal(size=(ROWS, 8, 8, 1))

@@ -12,7 +12,7 @@ from only import only
 
 import ringtrain
 import ringtrain.hvd as hvd
-from ringtrain.config import TrainConfig
+from ringtrain.config.sections import TrainConfig
 from ringtrain.errors import RingtrainError
 from ringtrain.hvd import train_step
 

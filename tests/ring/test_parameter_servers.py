@@ -13,7 +13,7 @@ from launching import run
 from trained import checksums, cut_off, summary
 
 from ringtrain import strategies
-from ringtrain.config import Config, StrategyConfig
+from ringtrain.config.sections import Config, StrategyConfig
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.env import SERVERS
 from ringtrain.strategies.parameter_server import cluster

@@ -52,7 +52,6 @@ VALUES = """
 import dataclasses, json, os, sys
 import beside
 import ringtrain
-from ringtrain.run import console  # imports the folder of this name
 
 FACTOR = 3
 

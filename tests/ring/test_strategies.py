@@ -15,7 +15,7 @@ from one_start import run_all
 from trained import checkpoints, checksums, cut_off, summary
 
 from ringtrain import strategies
-from ringtrain.config import Config, with_values
+from ringtrain.config.sections import Config, with_values
 from ringtrain.errors import ConfigError
 from ringtrain.strategies.parameter_server.cluster import OPEN_TO_ALL
 
@@ -157,7 +157,7 @@ def test_strategies_choose_the_collectives() -> None:
 
 def test_data_that_copies_do_not_share_are_refused() -> None:
     from ringtrain import data
-    from ringtrain.strategies import rows
+    from ringtrain.training import configured, rows
 
     config = with_values(Config(), {"strategy.name": "towers"})
     rows.check_parts(96, 99, 3, "towers")
@@ -165,6 +165,6 @@ def test_data_that_copies_do_not_share_are_refused() -> None:
         rows.check_parts(96, 98, 3, "towers")
     batches = data.FitArguments(x=tf.data.Dataset.range(8).map(lambda number: (number, number)).batch(4))
     of_rows = data.FitArguments(x=np.zeros([8, 2]), y=np.zeros(8))
-    assert len(rows.data_of(config, of_rows, 4).train) == 8
-    with pytest.raises(ConfigError, match=r"^strategy.name: towers trains arrays and records of dense tensors"):
-        rows.data_of(config, batches, 4)
+    assert len(configured.data_of(config, of_rows, 4).train) == 8
+    with pytest.raises(ConfigError, match=r"^strategy.name towers and training data that are no arrays"):
+        configured.data_of(config, batches, 4)

@@ -11,7 +11,7 @@ import launching
 import numpy as np
 import pytest
 
-from ringtrain.config import Config, DataConfig
+from ringtrain.config.sections import Config, DataConfig
 from ringtrain.monitor import goodput, journal
 
 TRAIN = [sys.executable, "-m", "ringtrain.train"]

@@ -23,8 +23,8 @@ from simulation.world import World
 
 from ringtrain.cluster import launch
 from ringtrain.cluster.launch_options import LaunchOptions
-from ringtrain.config import Config
-from ringtrain.derived import Numbers
+from ringtrain.config.derived import Numbers
+from ringtrain.config.sections import Config
 
 CHAOS_S = 150.0
 END_S = 1000.0

@@ -13,8 +13,8 @@ from simulation.horovodrun import Horovodrun, Shell
 from simulation.members import Group, Member
 from simulation.world import World
 
-from ringtrain.config import Config
-from ringtrain.derived import Numbers
+from ringtrain.config.derived import Numbers
+from ringtrain.config.sections import Config
 from ringtrain.errors import LaunchError, RingtrainError
 
 if TYPE_CHECKING:

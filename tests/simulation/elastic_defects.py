@@ -11,8 +11,8 @@ from simulation.planted import Defect, seeds_to_find, text
 
 from ringtrain import hvd, train
 from ringtrain.cluster import elastic as of_launcher
-from ringtrain.run.clock import Ending
 from ringtrain.strategies import elastic
+from ringtrain.training.clock import Ending
 
 
 def nothing(*_: Any) -> None: ...

@@ -30,11 +30,11 @@ from ringtrain.checkpoint import model_state
 from ringtrain.cluster import elastic as of_launcher
 from ringtrain.cluster import horovod_driver, host_agent, rank_process, supervisor
 from ringtrain.errors import RingtrainError
-from ringtrain.run import loop, run_files, stopping
-from ringtrain.run.clock import Start
-from ringtrain.run.context import Opening
 from ringtrain.strategies import elastic
 from ringtrain.strategies.ring import Ring
+from ringtrain.training import loop, run_files, stopping
+from ringtrain.training.clock import Start
+from ringtrain.training.run import Opening
 
 
 class OfProcess:

@@ -23,14 +23,14 @@ from simulation.world import Gone
 
 from ringtrain import hvd
 from ringtrain import train as main_path
-from ringtrain.config import Config
+from ringtrain.config.sections import Config
 from ringtrain.data import part_of
 from ringtrain.errors import RunDirectoryError, exit_code_of
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.failures import failure_of
-from ringtrain.run import loop, stopping
-from ringtrain.run.context import Job, Run
 from ringtrain.strategies import elastic
+from ringtrain.training import loop, stopping
+from ringtrain.training.run import Job, Run
 
 Rows = tuple[int, int, int]
 """epoch, first row, row after the last"""

@@ -103,11 +103,11 @@ MUTANTS = (
     ),
     # Steps that all ranks share
     Mutant(
-        *("a failed step that is not undone", "optim/summed_step.py", "variable.assign(before)\n", "pass\n"),
+        *("a failed step that is not undone", "training/summed_step.py", "variable.assign(before)\n", "pass\n"),
         _property("steps.a_failed_step_changes_nothing"),
     ),
     Mutant(
-        *("virtual ranks that are added in another order", "optim/virtual_ranks.py"),
+        *("virtual ranks that are added in another order", "training/virtual_ranks.py"),
         *("    return tf.gather(rows, order)", "    return rows"),
         f"{UNIT}/test_virtual_sums.py::test_the_sum_is_that_of_the_tree_for_any_number_of_ranks",
     ),
@@ -222,7 +222,7 @@ MUTANTS = (
         f"{UNIT}/test_diagnosis.py::test_the_stall_timeout_is_at_least_20_median_steps",
     ),
     Mutant(
-        *("no agreement of the ranks on when to stop", "run/stopping.py"),
+        *("no agreement of the ranks on when to stop", "training/stopping.py"),
         *("        if run.size > 1:\n            local = hvd", "        if run.size > 99:\n            local = hvd"),
         "tests/ring/test_stopping.py::test_a_callback_that_stops_one_rank_stops_all_after_the_same_step",
     ),
@@ -258,7 +258,7 @@ MUTANTS = (
     Mutant(
         *(
             "square-root scaling of the learning rate that is linear",
-            "derived.py",
+            "config/derived.py",
             '"sqrt": math.sqrt',
             '"sqrt": lambda k: k',
         ),

@@ -10,8 +10,18 @@ import pytest
 from ringtrain import cli
 from ringtrain.cluster.doctor.session import DoctorOptions
 from ringtrain.cluster.launch_options import GROUPS, LaunchOptions
+from ringtrain.config.options import (
+    AT_LEAST_1,
+    Argument,
+    NotWith,
+    Parser,
+    add,
+    before_program,
+    options_of,
+    read,
+    words_of,
+)
 from ringtrain.errors import LaunchError
-from ringtrain.options import AT_LEAST_1, Argument, NotWith, Parser, add, before_program, options_of, read, words_of
 
 
 @dataclass(frozen=True)

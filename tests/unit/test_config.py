@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from ringtrain import combinations, config_io
-from ringtrain.config import (
+from ringtrain.config import combinations, files
+from ringtrain.config.derived import derive, without_effect
+from ringtrain.config.sections import (
     DEFAULTS,
     Config,
     HvdConfig,
@@ -19,14 +20,13 @@ from ringtrain.config import (
     value_of,
     with_values,
 )
-from ringtrain.derived import derive, without_effect
 from ringtrain.errors import ConfigError
 
 
 def test_command_line_wins_over_file_wins_over_defaults(tmp_path):
     file = tmp_path / "x.toml"
     file.write_text("seed = 3\n[train]\nepochs = 5\nbatch_size = 7\n[optimizer]\nlearning_rate = 1\n")
-    config = config_io.read(["--config", str(file), "--train.epochs", "9", "--device.share-gpus"])
+    config = files.read(["--config", str(file), "--train.epochs", "9", "--device.share-gpus"])
     assert (config.seed, config.train.epochs, config.train.batch_size) == (3, 9, 7)
     assert config.optimizer.learning_rate == 1.0 and isinstance(config.optimizer.learning_rate, float)
     assert config.device.share_gpus
@@ -35,12 +35,12 @@ def test_command_line_wins_over_file_wins_over_defaults(tmp_path):
 
 def test_toml_gives_back_the_same_configuration(tmp_path):
     options = ["--optimizer.learning-rate", "3e-7", "--schedule.milestones", "3", "4.5", "--device.share-gpus"]
-    config = config_io.read(["--run.name", 'quo"te \\ é', *options])
+    config = files.read(["--run.name", 'quo"te \\ é', *options])
     assert config.schedule.milestones == (3.0, 4.5)
     file = tmp_path / "config.toml"
-    file.write_text(config_io.to_toml(config), encoding="utf-8")
-    assert config_io.read_toml(file) == config
-    assert config_io.read(["--config", str(file)]) == config
+    file.write_text(files.to_toml(config), encoding="utf-8")
+    assert files.read_toml(file) == config
+    assert files.read(["--config", str(file)]) == config
 
 
 BAD_FILES = {
@@ -135,23 +135,23 @@ def test_file_errors_name_file_and_key_in_one_line(tmp_path, text):
     file = tmp_path / "x.toml"
     file.write_text(text)
     with pytest.raises(ConfigError) as error:
-        config_io.read(["--config", str(file)])
+        files.read(["--config", str(file)])
     assert str(error.value).startswith(f"{file}: {BAD_FILES[text]}")
     assert "\n" not in str(error.value)
 
 
 def test_unreadable_file(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        config_io.read(["--config", str(tmp_path / "none.toml")])
+        files.read(["--config", str(tmp_path / "none.toml")])
     with pytest.raises(
         ConfigError, match="No such file or directory: this recipe is in a clone of ringtrain; ringtrain init"
     ):
-        config_io.read(["--config", "configs/none.toml"])
+        files.read(["--config", "configs/none.toml"])
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
-        config_io.read(["--config", str(tmp_path)])
+        files.read(["--config", str(tmp_path)])
     (tmp_path / "latin.toml").write_bytes(b'[run]\nname = "\xe9"')
     with pytest.raises(ConfigError, match="not TOML"):
-        config_io.read(["--config", str(tmp_path / "latin.toml")])
+        files.read(["--config", str(tmp_path / "latin.toml")])
 
 
 BAD_LINES = {
@@ -172,7 +172,7 @@ BAD_LINES = {
 @pytest.mark.parametrize("line", BAD_LINES)
 def test_command_line_errors_are_one_line(line, capfd):
     with pytest.raises(ConfigError) as error:
-        config_io.read(line.split())
+        files.read(line.split())
     assert str(error.value).startswith(f"command line: {BAD_LINES[line]}")
     assert not {"\n", "\x1b"} & set(str(error.value))
     assert capfd.readouterr() == ("", "")
@@ -180,33 +180,33 @@ def test_command_line_errors_are_one_line(line, capfd):
 
 @pytest.mark.parametrize("text", ["--train.batch_size 8", "--train.batch-size 8", "--train.batch_size=8"])
 def test_an_option_may_be_spelled_as_in_a_file(text):
-    config = config_io.read([*text.split(), "--data.no_augment", "--device.no-memory-growth"])
+    config = files.read([*text.split(), "--data.no_augment", "--device.no-memory-growth"])
     assert config.train.batch_size == 8
     assert not config.data.augment and not config.device.memory_growth
 
 
 def test_the_last_of_several_values_holds_and_a_list_may_be_empty(tmp_path):
-    assert config_io.read(["--train.epochs", "2", "--train.epochs", "3"]).train.epochs == 3
+    assert files.read(["--train.epochs", "2", "--train.epochs", "3"]).train.epochs == 3
     file = tmp_path / "x.toml"
     file.write_text("[schedule]\nname = 'steps'\nmilestones = [2, 3]\n")
     words = ["--config", str(file), "--schedule.name", "constant", "--schedule.milestones"]
-    assert config_io.read(words).schedule.milestones == ()
+    assert files.read(words).schedule.milestones == ()
     for given in (["4", "5"], ["4", "5", "--"]):
-        assert config_io.read([*words, *given]).schedule.milestones == (4.0, 5.0)
+        assert files.read([*words, *given]).schedule.milestones == (4.0, 5.0)
     words[-1:] = ["--schedule.milestones=4", "5"]
-    assert config_io.read(words).schedule.milestones == (4.0, 5.0)
+    assert files.read(words).schedule.milestones == (4.0, 5.0)
     with pytest.raises(ConfigError, match="got 'more', expected options"):
-        config_io.read(["--train.epochs", "3", "--", "more"])
+        files.read(["--train.epochs", "3", "--", "more"])
 
 
 def test_range_is_checked_on_the_command_line_too():
     with pytest.raises(ConfigError, match=r"^train.epochs: got -3, expected 1 or more$"):
-        config_io.read(["--train.epochs", "-3"])
+        files.read(["--train.epochs", "-3"])
 
 
 def test_help_names_every_option_and_every_option_has_a_rule_or_needs_none(capsys):
     with pytest.raises(SystemExit) as end:
-        config_io.read(["--help", "all"])
+        files.read(["--help", "all"])
     assert end.value.code == 0
     shown = capsys.readouterr().out
     for option in option_types():

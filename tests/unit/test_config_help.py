@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain import cli, config_help, config_io
-from ringtrain.config import Config, changed_options, option_types, value_of
+from ringtrain import cli
+from ringtrain.config import files, help_texts
+from ringtrain.config.sections import Config, changed_options, option_types, value_of
 from ringtrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +21,7 @@ BIN = Path(sys.executable).parent
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """Help of the trainer."""
     with pytest.raises(SystemExit) as end:
-        config_io.read(words)
+        files.read(words)
     assert end.value.code == 0
     return capsys.readouterr().out
 
@@ -39,18 +40,18 @@ def flag_of(option: str) -> str:
 
 def test_the_common_options_come_first_and_sections_follow(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "--help")
-    assert len(config_help.COMMON) == 10
-    assert flags(text) == ["--config", *map(flag_of, config_help.COMMON)]
+    assert len(help_texts.COMMON) == 10
+    assert flags(text) == ["--config", *map(flag_of, help_texts.COMMON)]
     listed = re.findall(r"^  (\w+) {2,}\S", text.partition("sections:")[2], re.MULTILINE)
-    assert listed == [*config_help.sections()]
+    assert listed == [*help_texts.sections()]
     assert text.index("common options:") < text.index("sections:")
 
 
 def test_each_section_has_its_options_and_all_sections_have_all(capsys: pytest.CaptureFixture[str]) -> None:
     options: list[str] = []
-    for section in config_help.sections():
+    for section in help_texts.sections():
         text = shown(capsys, "--train.epochs", "3", "--help", section)
-        prefix = "" if section == config_help.GENERAL else section
+        prefix = "" if section == help_texts.GENERAL else section
         assert flags(text) == [flag_of(name) for name in option_types() if name.rpartition(".")[0] == prefix]
         options += flags(text)
     assert sorted(options) == sorted(map(flag_of, option_types()))
@@ -67,15 +68,15 @@ def test_every_option_of_the_help_is_read_and_its_default_is_the_default(capsys:
             assert f"--{section}.{key}, --{section}.no-{key}" in shown(capsys, "--help", "all")
         else:
             words += [flag_of(option), *([] if value == () else [str(value)])]
-    assert config_io.read(words) == Config()
-    assert changed_options(config_io.read([*words, "--train.jit", "--data.no-augment"])) == {
+    assert files.read(words) == Config()
+    assert changed_options(files.read([*words, "--train.jit", "--data.no-augment"])) == {
         **{"data.augment": False, "train.jit": True},
     }
 
 
 def test_a_word_that_is_no_section_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"^--help optimiser: no section of the configuration: did you mean opt"):
-        config_io.read(["--help", "optimiser"])
+        files.read(["--help", "optimiser"])
     assert cli.main(["train", "-np", "2", "--help", "optimiser"]) == 2
     assert capsys.readouterr().err.startswith("ringtrain: --help optimiser: no section")
 

@@ -13,16 +13,16 @@ import pandas as pd
 import pytest
 import tensorflow as tf
 
-from ringtrain import config_io, data, models
-from ringtrain.config import Config, DataConfig, ModelConfig
+from ringtrain import data, models
+from ringtrain.config import files
+from ringtrain.config.derived import lower_is_better
+from ringtrain.config.sections import Config, DataConfig, ModelConfig
 from ringtrain.data.fit_arguments import arguments_of
-from ringtrain.derived import lower_is_better
 from ringtrain.errors import ConfigError, DataError
 from ringtrain.models import losses_metrics
-from ringtrain.run import log_capture
-from ringtrain.sources import script
-from ringtrain.sources.configured import ConfiguredSource
 from ringtrain.train import train
+from ringtrain.training import log_capture, script
+from ringtrain.training.configured import ConfiguredSource
 
 pytestmark = pytest.mark.slow
 
@@ -166,7 +166,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
         words = ["--data.name", f"{__name__}:{source}" if ":" not in source else "npz", "--train.epochs", "3"]
         words += ["--data.file", source.removeprefix("npz:")] if ":" in source else []
         words += ["--model.name", model if model == "mlp" else f"{__name__}:{model}", "--run.directory", str(tmp_path)]
-        summary = train(config_io.read([*words, "--run.name", name, *options]))
+        summary = train(files.read([*words, "--run.name", name, *options]))
         file = tmp_path / name / "model.keras"
         return keras.models.load_model(file, compile=False) if file.exists() else None, summary
 
@@ -330,10 +330,10 @@ def test_the_listed_losses_and_metrics_are_keras_own() -> None:
     ],
 )
 def test_misspelled_names(changed: dict[str, Any], message: str) -> None:
-    from ringtrain.run import setup
+    from ringtrain.training import configured
 
     with pytest.raises(ConfigError, match=message):
-        setup.find(Config(data=DataConfig(name="a:b"), model=ModelConfig(**changed)))
+        configured.find(Config(data=DataConfig(name="a:b"), model=ModelConfig(**changed)))
 
 
 class OwnFit(keras.Sequential):

@@ -10,19 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from ringtrain.config import Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig
-from ringtrain.derived import derive
+from ringtrain.config.derived import derive
+from ringtrain.config.sections import Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from ringtrain.protocol.launchers import launched_rank
-from ringtrain.run.console import (
-    Progress,
-    Terminal,
-    duration,
-    show_plan,
-    show_result,
-)
-from ringtrain.run.devices import Pinning
-from ringtrain.run.tracking import figures_of
 from ringtrain.strategies.ring import Ring
+from ringtrain.training.console import Progress, Terminal, duration, show_plan, show_result
+from ringtrain.training.devices import Pinning
+from ringtrain.training.tracking import figures_of
 
 
 def test_rank_before_horovod_is_known_from_the_environment():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ringtrain import data
-from ringtrain.config import DataConfig
+from ringtrain.config.sections import DataConfig
 from ringtrain.data.classes import checked
 from ringtrain.errors import ConfigError, DataError
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ringtrain.config import DeviceConfig
+from ringtrain.config.sections import DeviceConfig
 from ringtrain.errors import DeviceError
 from ringtrain.protocol import cores
-from ringtrain.run.devices import Pinning, count_cores, identity, missing_gpu, plan
+from ringtrain.training.devices import Pinning, count_cores, identity, missing_gpu, plan
 
 
 def decide(num_gpus, local_rank, local_size, own_cores=8, host_cores=8, **options):

@@ -25,8 +25,8 @@ from ringtrain.cluster.doctor.findings import Cell, Check, Probe, Scene, gather
 from ringtrain.cluster.doctor.probe import read
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.launch_options import HostOptions
+from ringtrain.config.options import options_of
 from ringtrain.errors import LaunchError
-from ringtrain.options import options_of
 
 ROOT = Path(__file__).parents[2]
 PYTHON = "/env/bin/python"

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from test_report import make_run
 
-from ringtrain import cli, config_io
+from ringtrain import cli
 from ringtrain.checkpoint.run_folder import RunLock, is_locked
-from ringtrain.config import changed_options
-from ringtrain.config_help import COMMON, texts
+from ringtrain.config import files
+from ringtrain.config.help_texts import COMMON, texts
+from ringtrain.config.sections import changed_options
 from ringtrain.lab import postmortem, runs
 from ringtrain.lab.init import VALUES
 
@@ -26,12 +27,12 @@ def test_init_writes_a_configuration_that_has_what_it_says(tmp_path: Path, capsy
     config, job = folder / "config.toml", folder / "job.py"
     assert out.splitlines()[:2] == [str(config), str(job)]
     assert out.endswith("\n  ringtrain train -np 2 --config config.toml\n")
-    assert changed_options(config_io.read_toml(config)) == dict(VALUES)
+    assert changed_options(files.read_toml(config)) == dict(VALUES)
     text = config.read_text()
     assert max(map(len, text.splitlines())) <= 120
     # As comments: every other common option with its default, and every option's help.
     given = "\n".join(line.removeprefix("# ") if " = " in line else line for line in text.splitlines())
-    assert not changed_options(config_io.read_toml(config)).keys() - set(VALUES)
+    assert not changed_options(files.read_toml(config)).keys() - set(VALUES)
     tables = tomllib.loads("\n".join(line for line in given.splitlines() if not line.startswith("#")))
     assert {f"{section}.{key}" for section, table in tables.items() for key in table} == {*COMMON}
     words = " ".join(text.replace("\n# ", " ").split())
@@ -45,10 +46,10 @@ def test_the_job_has_the_functions_that_the_configuration_names(
     assert cli.main(["init"]) == 0
     assert "\n  ringtrain train" in capsys.readouterr().out
     monkeypatch.syspath_prepend(tmp_path)
-    config = config_io.read(["--config", "config.toml"])
+    config = files.read(["--config", "config.toml"])
     try:
-        (inputs, labels), test = config_io.find("data.name", config.data.name, {})()
-        model = config_io.find("model.name", config.model.name, {})(inputs.shape[1:], 2)
+        (inputs, labels), test = files.find("data.name", config.data.name, {})()
+        model = files.find("model.name", config.model.name, {})(inputs.shape[1:], 2)
     finally:
         sys.modules.pop("job", None)
     assert len(inputs) == len(labels) == 4 * len(test[0])

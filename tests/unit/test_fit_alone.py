@@ -15,12 +15,12 @@ import tensorflow as tf
 
 import ringtrain
 from ringtrain import hvd
-from ringtrain.config import CheckpointConfig, Config, HealthConfig, RunConfig, TrackingConfig
+from ringtrain.config.sections import CheckpointConfig, Config, HealthConfig, RunConfig, TrackingConfig
 from ringtrain.errors import ConfigError, DataError, NonFiniteLoss
 from ringtrain.hvd.process import PROCESS
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT
-from ringtrain.run import identity
+from ringtrain.training import identity
 
 RANDOM = np.random.default_rng(0)
 X, Y = RANDOM.normal(size=(100, 6)), RANDOM.normal(size=(100, 3))
@@ -350,7 +350,7 @@ class Largest(keras.metrics.Metric):
 
 def _unlike(model: keras.Model) -> list[str]:
     """What differs on several ranks, or may."""
-    from ringtrain.sources.unlike import own_code, unlike_one_process
+    from ringtrain.training.unlike import own_code, unlike_one_process
 
     hvd.init()
     hvd.DistributedOptimizer(model.optimizer)
@@ -386,7 +386,7 @@ def test_what_may_not_be_as_in_one_process_is_named() -> None:
 
 
 def test_a_recurrent_layer_is_random_with_dropout_only() -> None:
-    from ringtrain.sources.unlike import unlike_one_process
+    from ringtrain.training.unlike import unlike_one_process
 
     for rate in (0.0, 0.2):
         masked = keras.layers.GRU(4, dropout=rate, return_sequences=True)

@@ -11,11 +11,11 @@ import pytest
 
 from ringtrain.checkpoint import run_folder
 from ringtrain.checkpoint.checkpoint import Checkpoint
-from ringtrain.config import CheckpointConfig, Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig
-from ringtrain.derived import derive
+from ringtrain.config.derived import derive
+from ringtrain.config.sections import CheckpointConfig, Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from ringtrain.errors import ConfigError
-from ringtrain.run import identity, resume
-from ringtrain.run.clock import Start
+from ringtrain.training import identity, resume
+from ringtrain.training.clock import Start
 
 ADASUM = Config(
     optimizer=OptimizerConfig(name="sgd", learning_rate=0.001),

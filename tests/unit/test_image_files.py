@@ -18,12 +18,12 @@ import pytest
 import tensorflow as tf
 
 from ringtrain import data
-from ringtrain.config import DataConfig
+from ringtrain.config.sections import DataConfig
 from ringtrain.data import tfrecord_files
 from ringtrain.data.augment import picture
 from ringtrain.data.classes import checked
 from ringtrain.errors import DataError
-from ringtrain.strategies.rows import errors_named
+from ringtrain.training.rows import errors_named
 
 pytestmark = pytest.mark.slow
 

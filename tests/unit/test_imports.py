@@ -27,7 +27,7 @@ BEFORE_THE_CONFIGURATION = [
         "monitor.journal",
         "monitor.diagnosis",
     ),
-    *(f"run.{name}" for name in ("setup", "devices", "console", "consistency", "log_capture")),
+    *(f"training.{name}" for name in ("configured", "devices", "console", "agreement", "log_capture")),
     *(f"checkpoint.{name}" for name in ("checkpoint", "run_folder")),
     *("strategies.parameter_server.server", "strategies.parameter_server.worker"),
 ]

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import ringtrain
-from ringtrain.config import Config, StrategyConfig, TrainConfig, option_types
+from ringtrain.config.sections import OF_SCRIPT, Config, StrategyConfig, TrainConfig, option_types
 from ringtrain.errors import ConfigError, DataError, RingtrainError
 
 X, Y = np.zeros((8, 3)), np.zeros((8, 1))
@@ -149,24 +149,22 @@ def test_the_public_functions_are_there_without_loading_keras() -> None:
 
 
 def test_the_options_that_it_takes_exist() -> None:
-    from ringtrain import sources
-
     known = option_types()
-    assert all(any(name.startswith(option) for name in known) for option in sources.OPTIONS)
+    assert all(any(name.startswith(option) for name in known) for option in OF_SCRIPT)
 
 
 def _built(name: str, **options: Any) -> tuple[keras.Model, dict[str, str]]:
     from ringtrain import hvd, strategies
-    from ringtrain.config import with_values
+    from ringtrain.config.derived import derive
+    from ringtrain.config.sections import with_values
     from ringtrain.data.classes import checked
-    from ringtrain.derived import derive
-    from ringtrain.run import setup
+    from ringtrain.training import configured
 
     hvd.init()
     config = with_values(Config(), {"model.name": f"{__name__}:{name}", **options})
     data_set = checked("zeros", (np.zeros((64, 4)), np.arange(64) % 3), (np.zeros((9, 4)), np.arange(9) % 3))
     numbers = derive(config, 1, 64, 9)
-    return setup.compiled_model(setup.find(config), data_set, config, numbers, strategies.make(config))
+    return configured.compiled_model(configured.find(config), data_set, config, numbers, strategies.make(config))
 
 
 def compiled_here(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:

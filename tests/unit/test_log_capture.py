@@ -8,7 +8,7 @@ import sys
 import launching
 import pytest
 
-from ringtrain.run.log_capture import CHATTER
+from ringtrain.training.log_capture import CHATTER
 
 NOISE = [
     b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n",
@@ -35,7 +35,7 @@ def test_chatter_is_known_and_nothing_else():
 
 def watched(body: str) -> tuple[int, str]:
     """Runs a program that writes NOISE[1] to file descriptor 2 and then does what body says."""
-    watching = "import os, sys, signal\nfrom ringtrain.run import log_capture\nlog_capture.watch()"
+    watching = "import os, sys, signal\nfrom ringtrain.training import log_capture\nlog_capture.watch()"
     program = f"{watching}\nos.write(2, {NOISE[1]!r})\n{body}"
     buffered = {"PYTHONUNBUFFERED": ""}  # Python's default, under which a failed flush at exit becomes exit code 120
     ended = launching.run(0, [sys.executable, "-c", program], timeout_s=60, env=buffered)

@@ -15,11 +15,11 @@ import pytest
 from ringtrain.checkpoint import checkpoint, mirror
 from ringtrain.checkpoint.mirror import WRITER, Mirror
 from ringtrain.checkpoint.run_folder import RunLock
-from ringtrain.config import Config, RunConfig
+from ringtrain.config.sections import Config, RunConfig
 from ringtrain.errors import CheckpointError, DataError, RunDirectoryError
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT
-from ringtrain.run import run_files
+from ringtrain.training import run_files
 
 
 @pytest.fixture(autouse=True)

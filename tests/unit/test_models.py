@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ringtrain import models
-from ringtrain.config import ModelConfig
+from ringtrain.config.sections import ModelConfig
 from ringtrain.errors import ConfigError
 from ringtrain.models.zoo import APPLICATIONS
 

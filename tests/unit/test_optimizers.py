@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 from ringtrain import hvd
-from ringtrain.config import Config, OptimizerConfig, ScheduleConfig, TrainConfig, option_types
-from ringtrain.derived import derive
+from ringtrain.config.derived import derive
+from ringtrain.config.sections import Config, OptimizerConfig, ScheduleConfig, TrainConfig, option_types
 from ringtrain.optim.optimizers import (
     LARS,
     OPTIMIZERS,

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from planning import PLANNERS, TWO_HOSTS
 
 from ringtrain import cli
-from ringtrain import config_io as config_options
 from ringtrain.checkpoint import checkpoint
 from ringtrain.cluster import exit_cause, schedulers
 from ringtrain.cluster.agents import HostAgent
@@ -31,6 +30,7 @@ from ringtrain.cluster.hosts import parse_hostfile, parse_hosts
 from ringtrain.cluster.job import explain
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.supervisor import Supervisor
+from ringtrain.config import files as config_options
 from ringtrain.errors import CheckpointError, ConfigError, HostsError, LaunchError
 from ringtrain.lab import postmortem, runs, sweep
 from ringtrain.monitor import journal
@@ -39,7 +39,7 @@ from ringtrain.protocol.env import ATTEMPT, MARK, PLAN
 from ringtrain.protocol.failures import Failure
 from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference, expectation
 from ringtrain.protocol.reader import Reader
-from ringtrain.run import tracking
+from ringtrain.training import tracking
 
 EXAMPLES = 40
 ODD = st.one_of(

@@ -10,9 +10,9 @@ from pathlib import Path
 import figures
 import pytest
 
-from ringtrain import config_io, keras_fit, sources
+from ringtrain.config import files, sections
 from ringtrain.errors import ConfigError
-from ringtrain.run import context
+from ringtrain.training import run, script_options
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -34,21 +34,21 @@ TOLD = {command for text in TEXTS for command in commands(text)}
 @pytest.mark.parametrize("command", sorted(command for command in TOLD if "--help" not in command))
 def test_a_training_command_is_accepted(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    config_io.read(shlex.split(command))
+    files.read(shlex.split(command))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_configuration_in_a_page_is_accepted(page: Path, tmp_path: Path) -> None:
     for block in re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         (tmp_path / "block.toml").write_text(block + "\n[train]\nepochs = 90\n" * ("[train]" not in block))
-        config_io.read_toml(tmp_path / "block.toml")
+        files.read_toml(tmp_path / "block.toml")
 
 
 def test_a_wrong_command_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     (command,) = commands("`horovodrun -np 2 python -m ringtrain.train --config configs/digits.toml --train.epoch 3`")
     with pytest.raises(ConfigError):
-        config_io.read(shlex.split(command))
+        files.read(shlex.split(command))
 
 
 def test_every_block_of_python_is_run_by_a_test_on_ranks() -> None:
@@ -130,7 +130,7 @@ def test_no_message_sends_to_a_page_that_an_installed_package_lacks() -> None:
     assert {path: named for path, text in sources.items() if (named := names_of_pages(text))} == {}
     assert names_of_pages('"""See docs/a.md."""\nprint("see docs/fit.md")') == ["see docs/fit.md"]
     # Docstrings of options are their help texts.
-    for name in ("config.py", "cluster/launch_options.py"):
+    for name in ("config/sections.py", "cluster/launch_options.py"):
         assert not re.search(r"docs/[\w-]+\.md", sources[ROOT / "ringtrain" / name])
 
 
@@ -198,6 +198,6 @@ def test_the_table_of_figures_is_what_the_bench_has_measured() -> None:
 
 def test_the_page_of_fit_names_what_fit_takes_and_refuses() -> None:
     page = (ROOT / "docs" / "fit.md").read_text()
-    options = [option.rstrip(".") for option in sources.OPTIONS]
-    named = [*options, *keras_fit.STRATEGIES, *keras_fit.REFUSED, *set(context.ON_RANK_0) - {"ProgbarLogger"}]
+    options = [option.rstrip(".") for option in sections.OF_SCRIPT]
+    named = [*options, *script_options.STRATEGIES, *script_options.REFUSED, *set(run.ON_RANK_0) - {"ProgbarLogger"}]
     assert [name for name in named if f"`{name}`" not in page] == []

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain import cli, config_io
-from ringtrain.config import Config, DataConfig, OptimizerConfig
+from ringtrain import cli
+from ringtrain.config import files
+from ringtrain.config.sections import Config, DataConfig, OptimizerConfig
 from ringtrain.monitor import journal
 
 VOID = {"meta", "br"}
@@ -51,7 +52,7 @@ def make_run(folder: Path, rate: float = 0.001, epochs: int = 3, whole: bool = T
     """A run of two ranks, started twice."""
     (folder / "logs").mkdir(parents=True)
     config = Config(data=DataConfig(name=NASTY), optimizer=OptimizerConfig(learning_rate=rate))
-    (folder / "config.toml").write_text(f"# steps_per_epoch = 10\n# num_ranks = 2\n\n{config_io.to_toml(config)}")
+    (folder / "config.toml").write_text(f"# steps_per_epoch = 10\n# num_ranks = 2\n\n{files.to_toml(config)}")
     records = [
         {
             **{"epoch": epoch, "global_step": 10 * epoch, "loss": 2.0 / 10**epoch, "accuracy": 0.5 + epoch / 20},

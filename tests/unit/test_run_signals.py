@@ -6,7 +6,7 @@ import os
 import signal
 
 from ringtrain.monitor.journal import Journal
-from ringtrain.run.stopping import Signals
+from ringtrain.training.stopping import Signals
 
 
 def test_a_context_within_another_does_not_end_it(capfd) -> None:

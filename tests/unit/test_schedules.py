@@ -12,8 +12,8 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringtrain.config import Config, OptimizerConfig, ScheduleConfig, TrainConfig
-from ringtrain.derived import derive
+from ringtrain.config.derived import derive
+from ringtrain.config.sections import Config, OptimizerConfig, ScheduleConfig, TrainConfig
 from ringtrain.optim.optimizers import LearningRate, last_learning_rate
 from ringtrain.optim.schedules import DECAYS, Schedule, corners, schedule_of
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ringtrain import data
-from ringtrain.config import DataConfig
+from ringtrain.config.sections import DataConfig
 from ringtrain.data.spark_rows import spark
 from ringtrain.errors import DataError
 from ringtrain.protocol.env import FEED

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from keras import layers
 
-from ringtrain import config_io, hvd
-from ringtrain.config import DeviceConfig
+from ringtrain import hvd
+from ringtrain.config import files
+from ringtrain.config.sections import DeviceConfig
 from ringtrain.errors import ConfigError, DeviceError
 from ringtrain.hvd.model_parallel import stages
-from ringtrain.run import devices
+from ringtrain.training import devices
 
 CPU = ["CPU:0"] * 9
 
@@ -91,7 +92,7 @@ def test_what_cannot_be_split_is_refused() -> None:
 )
 def test_options_that_do_not_go_together_are_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"model\.(split|stages|micro_batches)"):
-        config_io.read(words)
+        files.read(words)
 
 
 def test_each_rank_has_the_next_gpus_of_its_host() -> None:

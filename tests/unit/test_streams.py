@@ -16,7 +16,7 @@ from test_fit_alone import KillAfter, Killed, X, Y, _model
 
 import ringtrain
 from ringtrain import data, hvd
-from ringtrain.config import CheckpointConfig, Config, HealthConfig, RunConfig
+from ringtrain.config.sections import CheckpointConfig, Config, HealthConfig, RunConfig
 from ringtrain.data.inputs import _is_random
 from ringtrain.errors import ConfigError, DataError
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from ringtrain import cli, config_io
+from ringtrain import cli
 from ringtrain.cluster.hosts import parse_hosts, select
-from ringtrain.config import Config, with_values
+from ringtrain.config import files
+from ringtrain.config.sections import Config, with_values
 from ringtrain.errors import ConfigError, MissingDependency
 from ringtrain.lab import sweep_space as space
 from ringtrain.lab import sweep_trials as trials
@@ -194,8 +195,8 @@ def test_a_place_is_told_to_launch_so_that_it_takes_these_slots():
 
 def test_a_configuration_with_lists_of_words_comes_back_from_its_toml(tmp_path):
     config = with_values(Config(), {"seed": 3, "model.metrics": ("top-5",), "schedule.milestones": (1.0, 2.0)})
-    (tmp_path / "config.toml").write_text(config_io.to_toml(config))
-    assert config_io.read_toml(tmp_path / "config.toml") == config
+    (tmp_path / "config.toml").write_text(files.to_toml(config))
+    assert files.read_toml(tmp_path / "config.toml") == config
 
 
 # ---- what Optuna keeps --------------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from types import SimpleNamespace
 import pytest
 
 from ringtrain.checkpoint import run_folder
-from ringtrain.config import Config, RunConfig
+from ringtrain.config.sections import Config, RunConfig
 from ringtrain.errors import RunDirectoryError
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import run_files
+from ringtrain.training import run_files
 
 
 def test_default_name_says_what_and_when(monkeypatch):

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.config import Config, with_values
+from ringtrain.config.sections import Config, with_values
 from ringtrain.data.parts import Parts
 from ringtrain.errors import ConfigError
-from ringtrain.optim import virtual_ranks
-from ringtrain.run import devices
+from ringtrain.training import devices, virtual_ranks
 
 
 def expected(rows: np.ndarray) -> np.ndarray:

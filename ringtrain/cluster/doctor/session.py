@@ -16,7 +16,7 @@ from ringtrain.cluster import host_agent
 from ringtrain.cluster.doctor.findings import Probe
 from ringtrain.cluster.host_agent import is_here
 from ringtrain.cluster.hosts import Host
-from ringtrain.options import Argument
+from ringtrain.config.options import Argument
 from ringtrain.protocol.json_text import parse_json
 
 PROGRAM = Path(__file__).with_name("probe.py")

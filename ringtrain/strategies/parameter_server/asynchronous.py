@@ -12,13 +12,13 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from ringtrain.run import devices
 from ringtrain.strategies.base import StepsOf
 from ringtrain.strategies.parameter_server.cluster import LOOK_S
 from ringtrain.strategies.parameter_server.coordinator import AHEAD, ParameterServers
+from ringtrain.training import devices
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import Run
+    from ringtrain.training.run import Run
 
 
 class Asynchronous(ParameterServers):

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import ringtrain
-from ringtrain.config import Config
+from ringtrain.config.sections import Config
 from ringtrain.errors import ConfigError, LaunchError
 from ringtrain.monitor import fault_injection
 from ringtrain.protocol import mpi_world, transport
 from ringtrain.protocol.launchers import launched_rank
 from ringtrain.protocol.placement import RankPlacement, expectation, refuse_others
-from ringtrain.run import consistency
+from ringtrain.training import agreement
 
 CONNECT_S = 3.0
 POLL_S = 0.02
@@ -150,7 +150,7 @@ def meet(config: Config, servers: int) -> RankGroup:
         import tensorflow  # noqa: F401
     MPI = mpi_world.start()
     comm, host = MPI.COMM_WORLD, socket.gethostname()
-    consistency.refuse_options(comm.allgather((config, None)))
+    agreement.refuse_options(comm.allgather((config, None)))
     if comm.size <= servers:
         raise LaunchError(
             f"strategy.servers: got {servers}, and {comm.size} ranks, of which none is left to work: ringtrain launch"

@@ -20,20 +20,20 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from ringtrain import data, hvd
-from ringtrain.config import Config
-from ringtrain.derived import Numbers
+from ringtrain.config.derived import Numbers
+from ringtrain.config.sections import Config
 from ringtrain.errors import ConfigError
 from ringtrain.hvd.distributed import distribute
 from ringtrain.hvd.keras_patches import set_untracked
 from ringtrain.monitor import fault_injection, journal
-from ringtrain.run import devices, log_capture
 from ringtrain.strategies.base import StepsOf, Strategy
 from ringtrain.strategies.mirrored import create_variables
 from ringtrain.strategies.parameter_server import server
 from ringtrain.strategies.parameter_server.cluster import RankGroup
+from ringtrain.training import devices, log_capture
 
 if TYPE_CHECKING:
-    from ringtrain.run.context import Run
+    from ringtrain.training.run import Run
 
 AHEAD = 2
 """steps per worker that are scheduled in advance"""

@@ -23,13 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringtrain import data
-from ringtrain.config import Config
-from ringtrain.derived import derive
+from ringtrain.config.derived import derive
+from ringtrain.config.sections import Config
 from ringtrain.errors import RingtrainError
 from ringtrain.monitor import fault_injection, journal
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.run import consistency, devices, log_capture
 from ringtrain.strategies.parameter_server.cluster import SIGNALS, Roles
+from ringtrain.training import agreement, devices, log_capture
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,7 @@ def _exit_with_the_rank(lifeline: Connection) -> None:
 
 
 def _serve(task: Task, send: Callable[[Any], None]) -> Ready:
-    from ringtrain.run import setup, tracking
-    from ringtrain.strategies import rows
+    from ringtrain.training import configured, rows, tracking
 
     role, index = task.roles.of(task.rank)
     host = socket.gethostname()
@@ -95,13 +94,13 @@ def _serve(task: Task, send: Callable[[Any], None]) -> Ready:
     # Function before server, which accepts steps immediately; server before data, while its port is still free.
     batches = WorkerBatches(task, index, send)
     token, devices_text = batches.register(), start(task.roles, role, index, pinning)
-    setup.set_dtypes(config)
+    configured.set_dtypes(config)
     num_workers = len(task.roles.workers)
-    data_set = rows.data_of(config, setup.find(config).read(), config.train.batch_size * num_workers)
+    data_set = configured.data_of(config, configured.find(config).read(), config.train.batch_size * num_workers)
     rows.check_parts(config.train.batch_size * num_workers, len(data_set.train), num_workers, "workers")
     batches.begin(data_set)
     return Ready(
-        host, token, consistency.of_code(config, tracking.versions()) | consistency.of_data(data_set), devices_text
+        host, token, agreement.of_code(config, tracking.versions()) | agreement.of_data(data_set), devices_text
     )
 
 
@@ -153,7 +152,7 @@ class WorkerBatches:
         """Tensors of the next batch, and float64 [2] of the worker's index and the Unix time of the call."""
         import tensorflow as tf
 
-        from ringtrain.strategies.rows import errors_named
+        from ringtrain.training.rows import errors_named
 
         facts = np.array([self.index, time.time()])
         self.has_data.wait()

@@ -12,11 +12,11 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from ringtrain.config import Config
+from ringtrain.config.sections import Config
 from ringtrain.hvd.reduction import weighed
-from ringtrain.run import devices
 from ringtrain.strategies.parameter_server.cluster import LOOK_S, RankGroup
 from ringtrain.strategies.parameter_server.coordinator import SHARE, ParameterServers
+from ringtrain.training import devices
 
 
 class Synchronous(ParameterServers):

@@ -11,7 +11,7 @@ import signal
 import time
 from typing import Any
 
-from ringtrain.config import Config
+from ringtrain.config.sections import Config
 from ringtrain.strategies.parameter_server import server
 from ringtrain.strategies.parameter_server.cluster import POLL_S, SIGNALS, RankGroup
 

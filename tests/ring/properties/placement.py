@@ -12,11 +12,11 @@ import tensorflow as tf
 
 import ringtrain.hvd as hvd
 from ringtrain import strategies
-from ringtrain.config import Config, DeviceConfig
+from ringtrain.config.sections import Config, DeviceConfig
 from ringtrain.errors import PlacementError
 from ringtrain.protocol.env import PLAN
 from ringtrain.protocol.placement import PlannedPlacement
-from ringtrain.run import devices
+from ringtrain.training import devices
 
 
 def ranks_in_their_places_pass():

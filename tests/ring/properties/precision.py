@@ -12,7 +12,7 @@ import tensorflow as tf
 from only import quick
 
 import ringtrain.hvd as hvd
-from ringtrain.config import HvdConfig
+from ringtrain.config.sections import HvdConfig
 from ringtrain.errors import ConfigError
 from ringtrain.hvd.keras_patches import teach_keras
 

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 import ringtrain.hvd as hvd
 from ringtrain.data import Header
-from ringtrain.optim.summed_step import SummedStep
-from ringtrain.optim.sums import SumsOverRanks, seed_of
+from ringtrain.training.summed_step import SummedStep
+from ringtrain.training.sums import SumsOverRanks, seed_of
 
 ROWS, WIDTH = 6, 5
 
