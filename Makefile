@@ -48,7 +48,7 @@ fuzz:
 
 # Production code on simulated hosts with faults, from new seeds; a violation is printed with its seed.
 simulate:
-	status=0; for scenario in launched elastic power monitored; do \
+	status=0; for scenario in launched elastic power; do \
 		launch/setup.sh python tests/simulation/run.py $$scenario --minutes 0.5 || status=1; done; exit $$status
 
 # Measures the trainers on an idle host, and writes the table of docs/performance.md and the plot of the README.

@@ -25,7 +25,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scenario", choices=["launched", "elastic", "power", "monitored"])
+    parser.add_argument("scenario", choices=["launched", "elastic", "power"])
     parser.add_argument("--seed", type=int, help="the first seed; default: from the time")
     parser.add_argument("--count", type=int, default=1, help="number of schedules")
     parser.add_argument("--minutes", type=float, help="in place of a number of schedules")

@@ -100,26 +100,7 @@ ELASTIC: dict[str, Callable[[Any], int]] = {
     "stopped by a signal": printed("stopped by SIG"),
     "a host does not confirm its clean-up": lambda run: any(result.not_cleaned_up for _, result in run.results),
 }
-MONITORED: dict[str, Callable[[Any], int]] = {
-    "all ranks have trained": lambda run: all(rank.has_left for rank in run.ranks),
-    "a rank is named in a warning": noted(r"prints: rank \d+ on \S+ has made no progress"),
-    "a warning, and it goes on": lambda run: noted("prints: rank")(run) > 0 and run.reported_s == float("inf"),
-    "rank 0 ends the job": noted("rank0 +ends the job"),
-    "rank 1 ends the job without rank 0": noted("rank1 +ends the job"),
-    "each rank ends without ranks 0 and 1": noted("rank[2-9] +ends the job"),
-    "a rank exits at rank 0's order": lambda run: noted(" exits$")(run) > noted("ends the job")(run),
-    "a rank in a phase is named": noted(r"ends the job: rank \d+ .*at step \d+, in \w+;"),
-    "stacks are told": lambda run: noted("ends the job")(run) and "\nin a stack" in "\n".join(run.world.trace),
-    "without a heartbeat: its last one": noted("ends the job: .*last heartbeat in"),
-    "without a heartbeat: exited": noted("ends the job: .*its process has exited"),
-    "without a heartbeat: stopped": noted("ends the job: .*its process is stopped"),
-    "without a heartbeat: in native code": noted("ends the job: .*executes no Python code"),
-    "a rank that has left is named": noted("ends the job: .*has left training"),
-    "all wait in a collective": noted("ends the job: no progress on any rank"),
-    "a rank cannot connect": noted("cannot connect to rank 0"),
-    "a lost connection is made again": lambda run: len(run.listener.links) >= len(run.ranks),
-}
-SCENARIOS = {"launched": LAUNCHED, "elastic": ELASTIC, "monitored": MONITORED}
+SCENARIOS = {"launched": LAUNCHED, "elastic": ELASTIC}
 """with a trace; of a launched job, the output is enough"""
 
 

@@ -1,4 +1,4 @@
-"""Prints modules, statements and public names of each folder of ringtrain/; limits of functions are ruff's.
+"""Prints modules, statements and public names of each folder of ringtrain/, and fails above the budgets of pyproject.toml.
 
 python tests/support/house.py
 """
@@ -6,10 +6,13 @@ python tests/support/house.py
 from __future__ import annotations
 
 import ast
+import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "ringtrain"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "ringtrain"
 
 
 def num_public_names(tree: ast.Module) -> int:
@@ -23,7 +26,7 @@ def num_public_names(tree: ast.Module) -> int:
     return count
 
 
-def main() -> None:
+def main() -> int:
     modules: Counter[str] = Counter()
     statements: Counter[str] = Counter()
     names: Counter[str] = Counter()
@@ -34,10 +37,18 @@ def main() -> None:
             modules[folder] += 1
             statements[folder] += sum(isinstance(node, ast.stmt) for node in ast.walk(tree))
             names[folder] += num_public_names(tree)
-    print(f"{'folder':<12}{'modules':>8}{'statements':>12}{'public names':>14}")
+    budgets = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["ringtrain"]["budgets"]
+    print(f"{'folder':<12}{'modules':>8}{'of':>5}{'statements':>12}{'of':>7}{'public names':>14}")
+    is_above = False
     for folder in sorted(modules, key=lambda name: (name == "all", name)):
-        print(f"{folder:<12}{modules[folder]:>8}{statements[folder]:>12}{names[folder]:>14}")
+        most_modules, most_statements = budgets.get(folder, [0, 0])
+        row = f"{folder:<12}{modules[folder]:>8}{most_modules:>5}{statements[folder]:>12}{most_statements:>7}"
+        above = ""
+        if modules[folder] > most_modules or statements[folder] > most_statements:
+            is_above, above = True, "  above its budget: remove something, or say in the change why it is worth more"
+        print(f"{row}{names[folder]:>14}{above}")
+    return int(is_above)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
