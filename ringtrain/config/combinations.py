@@ -16,7 +16,8 @@ SEVERAL_RANKS = "several ranks"
 BATCH_PER_RANK = "batch_per_rank"
 INITIAL_EPOCH = "initial_epoch"
 STEPS_PER_EXECUTION = "steps_per_execution"
-OWN_BATCHES = "batches of tf.data, a PyDataset or a generator"
+OWN_BATCHES = "training batches of tf.data, a PyDataset or a generator"
+OWN_VALIDATION = "validation batches of tf.data, a PyDataset or a generator"
 HOROVOD_CALLBACKS = "callbacks of Horovod"
 DISTRIBUTED = "hvd.DistributedOptimizer"
 OTHER_ROWS = "training data that are no arrays or Records of dense tensors"
@@ -25,11 +26,16 @@ ACCUMULATING_STEP = "a train_step that accumulates gradients"
 STATEFUL = "a stateful layer"
 SPECTRAL = "SpectralNormalization"
 SYNCHRONIZED = "SyncBatchNormalization"
+OWN_FIT = "a model with a fit of its own"
+SEVERAL_OPTIMIZERS = "several optimizers"
+EMA_OF_ALL = "use_ema of an optimizer that is not built"
+ROWS_BY_NUMBER = "pass arrays or ringtrain.Records, of which ranks take rows by their numbers"
 ADVICE: Mapping[str, str] = {
     BATCH_PER_RANK: "give the batch_size of all ranks together",
     INITIAL_EPOCH: "give the number of epochs that are left",
     STEPS_PER_EXECUTION: "compile the model with 1, as each step is committed by itself",
-    OWN_BATCHES: "pass arrays or ringtrain.Records, of which a rank that joins takes rows by their numbers",
+    OWN_BATCHES: ROWS_BY_NUMBER,
+    OWN_VALIDATION: ROWS_BY_NUMBER,
     HOROVOD_CALLBACKS: "leave out BroadcastGlobalVariablesCallback and MetricAverageCallback",
     DISTRIBUTED: "leave it out, as all gradients are summed by the run",
     OTHER_ROWS: "train with ring",
@@ -38,9 +44,12 @@ ADVICE: Mapping[str, str] = {
     STATEFUL: "its state has a row for each of a whole batch: build it for a rank's rows, and pass batch_per_rank=True",
     SPECTRAL: "it changes its kernel in the forward pass, which cannot be undone: leave it out",
     SYNCHRONIZED: "it would use the rows of real ranks: use BatchNormalization",
+    EMA_OF_ALL: "it would average all weights: call optimizer.build(variables) before, with those that it trains",
 }
 """Facts of a model, its data and the arguments of `fit`, with what to do where they do not go together."""
 
+OF_OPTIMIZER = ("hvd.op", "hvd.compression", "hvd.groups", "hvd.deterministic")
+"""options of hvd.DistributedOptimizer"""
 _HOROVOD = (
     "hvd.op",
     "hvd.compression",
@@ -71,6 +80,7 @@ NOT_TOGETHER: Mapping[str, tuple[str, ...]] = {
         INITIAL_EPOCH,
         STEPS_PER_EXECUTION,
         OWN_BATCHES,
+        OWN_VALIDATION,
         HOROVOD_CALLBACKS,
         DISTRIBUTED,
         ACCUMULATING_STEP,
@@ -99,6 +109,12 @@ NOT_TOGETHER: Mapping[str, tuple[str, ...]] = {
     # These reduce all gradients by themselves, or need every step.
     "hvd.compression powersgd": ("hvd.groups", "hvd.op adasum", "train.precision mixed_float16"),
     "hvd.groups": ("hvd.deterministic", "hvd.op adasum"),
+    DISTRIBUTED: OF_OPTIMIZER,
+    SEVERAL_OPTIMIZERS: (EMA_OF_ALL,),
+    OWN_FIT: (BATCH_PER_RANK,),
+    "model.loss": ("model.label_smoothing",),
+    "optimizer.learning_rate_scaling linear": (OWN_BATCHES,),
+    "optimizer.learning_rate_scaling sqrt": (OWN_BATCHES,),
 }
 """Each with what it does not go together with. An option: it has another value than by default; a word after its name:
 a value that begins with this word."""

@@ -116,9 +116,7 @@ def from_tables(tables: Mapping[str, Any], path: str) -> Config:
         else:
             in_table = {f"{section}.{key}": table[key] for key in table}
         for option, value in in_table.items():
-            if option not in options:
-                raise ConfigError(f"{path}: unknown key {option}: {nearest(option, list(options))}")
-            values[option] = checked(path, option, value, options[option])
+            values[option] = checked(path, option, value)
     try:
         return with_values(Config(), values)
     except ConfigError as error:
@@ -128,11 +126,7 @@ def from_tables(tables: Mapping[str, Any], path: str) -> Config:
 def of_command(config: Config) -> Config:
     """Configuration with the options and the folder that a command such as `ringtrain sweep` has chosen."""
     from_command = ForScript.from_environment()
-    types, values = option_types(), {}
-    for name, value in from_command.options.items():
-        if name not in types:
-            raise ConfigError(f"{from_command.by}: unknown option {name}: {nearest(name, list(types))}")
-        values[name] = checked(from_command.by, name, value, types[name])
+    values = {name: checked(from_command.by, name, value) for name, value in from_command.options.items()}
     if from_command.folder:
         if config.run.resume != "auto":
             raise ConfigError(
@@ -160,8 +154,12 @@ def toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def checked(path: Path | str, option: str, value: Any, kind: Any) -> Any:
+def checked(path: Path | str, option: str, value: Any) -> Any:
     """Returns the value in the option's type, or raises ConfigError. Integers are valid floats, booleans are not."""
+    types = option_types()
+    if option not in types:
+        raise ConfigError(f"{path}: unknown key {option}: {nearest(option, list(types))}")
+    kind = types[option]
     if get_origin(kind) is Literal:
         fits, expected = value in get_args(kind), "one of " + ", ".join(get_args(kind))
     elif kind is float:
@@ -193,6 +191,14 @@ def find(option: str, name: str, known: Mapping[str, Callable[..., Any]]) -> Cal
         raise ConfigError(f"{option}: got {name}, {nearest(name, known)} (or module:function for your own)")
     # Imported when it is called, after devices are pinned: it may initialize devices.
     return lambda *args, **kwargs: imported(option, name)(*args, **kwargs)
+
+
+def made(option: str, name: str, function: Callable[[], Any], kind: Any, expected: str) -> Any:
+    """What a function that an option names returns; raises ConfigError if it is not of a kind, in words `expected`."""
+    result = function()
+    if not isinstance(result, kind):
+        raise ConfigError(f"{option}: {name} returned {type(result).__name__}, expected {expected}")
+    return result
 
 
 def imported(option: str, name: str) -> Callable[..., Any]:

@@ -44,8 +44,7 @@ def optuna() -> Any:
 
 def read(path: Path, is_trainer: bool) -> Space:
     """Reads a search space: the trainer's options, or a script's values (no section) and options of ringtrain.fit."""
-    types = option_types()
-    known = [option for option in types if not option.startswith(OF_THE_SWEEP)]
+    known = [option for option in option_types() if not option.startswith(OF_THE_SWEEP)]
     if not is_trainer:
         known = [option for option in known if option.startswith(OF_SCRIPT)]
     found: dict[str, Any] = {}
@@ -57,7 +56,7 @@ def read(path: Path, is_trainer: bool) -> Space:
             if not is_trainer:
                 text += " (names of the script's own values have no section)"
             raise ConfigError(text)
-        found[option] = _distribution(path, option, value, None if is_own else types[option])
+        found[option] = _distribution(path, option, value, is_own)
     if not found:
         raise ConfigError(f'{path}: got no option, expected e.g. "optimizer.learning-rate" = [0.001, 0.01]')
     return found
@@ -73,16 +72,16 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _distribution(path: Path, option: str, value: Any, kind: Any) -> Any:
-    """Distribution of an option's list or range. kind: type of the option; None: of a script's own value."""
+def _distribution(path: Path, option: str, value: Any, is_own: bool) -> Any:
+    """Distribution of the list or range of an option, or of a script's own value."""
     distributions = optuna().distributions
     try:
         if isinstance(value, list):
-            return distributions.CategoricalDistribution([_valid(path, option, one, kind) for one in value])
+            return distributions.CategoricalDistribution([_valid(path, option, one, is_own) for one in value])
         limits = dict(value)
         is_log = limits.pop("log", False)
         for key, limit in limits.items():
-            limits[key] = _valid(path, option, limit, kind)
+            limits[key] = _valid(path, option, limit, is_own)
         if all(type(limit) is int for limit in limits.values()):
             return distributions.IntDistribution(**limits, log=is_log)
         return distributions.FloatDistribution(**limits, log=is_log)
@@ -93,13 +92,13 @@ def _distribution(path: Path, option: str, value: Any, kind: Any) -> Any:
         ) from None
 
 
-def _valid(path: Path, option: str, value: Any, kind: Any) -> Any:
+def _valid(path: Path, option: str, value: Any, is_own: bool) -> Any:
     """A value in the type of its option."""
     if not isinstance(value, str | int | float):
         raise ConfigError(f"{path}: {option}: got {value!r}, expected numbers, text, or true and false")
-    if kind is None:
+    if is_own:
         return value
-    value = checked(path, option, value, kind)
+    value = checked(path, option, value)
     rule = RULES.get(option)
     if rule and not rule.holds(value):
         raise ConfigError(f"{path}: {option}: got {value}, expected {rule.text}")

@@ -37,9 +37,9 @@ def builder(config: ModelConfig, of_classes: bool = True) -> Build:
         import keras
 
         is_own = ":" in config.name
-        if not is_own and any(isinstance(size, tuple | dict | str) for size in input_shape):
-            raise ConfigError(f"model.name: {config.name} takes one array, got {input_shape}: use a model of your own")
         try:
+            if not is_own and any(isinstance(size, tuple | dict | str) for size in input_shape):
+                raise ValueError("it takes one array, and these are several: use a model of your own")
             model = function(input_shape, num_classes)
             if not of_classes and (model.built or type(model).call is keras.Model.call):
                 outputs = None  # integers or text may be expected; a GAN has no outputs

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.config.files import find, imported
+from ringtrain.config.files import find, imported, made
 from ringtrain.config.sections import ModelConfig
 from ringtrain.errors import ConfigError
 
@@ -68,8 +68,6 @@ def needs_classes(config: ModelConfig) -> bool | None:
 def loss(config: ModelConfig) -> Callable[[], Any]:
     """Resolves model.loss, else the cross-entropy of classes, to a function that makes it; both raise ConfigError."""
     name = config.loss
-    if name and config.label_smoothing:
-        raise ConfigError("model.label_smoothing: it has no effect on model.loss: leave it out, or name your own loss")
     if not name:
         return functools.partial(cross_entropy, config.label_smoothing)
     if ":" in name:
@@ -112,10 +110,7 @@ def _own_loss(name: str) -> Any:
             f"model.loss: {name} needs {', '.join(needed)}, expected a function of (y_true, y_pred), or a Loss class or"
             f" function without arguments"
         )
-    made = loss()
-    if not callable(made):
-        raise ConfigError(f"model.loss: {name} returned {type(made).__name__}, expected a Keras loss")
-    return made
+    return made("model.loss", name, loss, Callable, "a Keras loss")
 
 
 def accuracy(config: ModelConfig) -> list[Any]:
@@ -142,15 +137,12 @@ def metrics(names: Sequence[str]) -> Callable[[], list[Any]]:
     """Resolves metrics by name without creating them. Their variables are added over all ranks: sums or counts."""
     # Those of Keras stay names, which `compile` resolves.
     known: dict[str, Callable[[], Any]] = {one: functools.partial(str, one) for one in KERAS_METRICS}
-    functions = [find("model.metrics", name, known | METRICS) for name in names]
+    named = [(name, find("model.metrics", name, known | METRICS)) for name in names]
 
     def make() -> list[Any]:
         import keras
 
-        made = [function() for function in functions]
-        for name, metric in zip(names, made, strict=True):
-            if ":" in name and not isinstance(metric, keras.metrics.Metric):
-                raise ConfigError(f"model.metrics: {name} returned {type(metric).__name__}, expected a Keras metric")
-        return made
+        kind = str | keras.metrics.Metric
+        return [made("model.metrics", name, function, kind, "a Keras metric") for name, function in named]
 
     return make

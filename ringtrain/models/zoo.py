@@ -6,8 +6,6 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.errors import ConfigError
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -125,7 +123,7 @@ def application(name: str, input_shape: tuple[int, ...], num_classes: int) -> ke
     import keras
 
     if len(input_shape) != 3:
-        raise ConfigError(f"model.name: {name} wants samples of height, width and channels, got shape {input_shape}")
+        raise ValueError("it takes samples of height, width and channels")
     function = getattr(keras.applications, name)
     options: dict[str, Any] = {}
     # Keras' own preprocessing of pixels from 0 to 255 is disabled or undone: data sources have done theirs.
@@ -133,18 +131,11 @@ def application(name: str, input_shape: tuple[int, ...], num_classes: int) -> ke
         options["include_preprocessing"] = False
     elif name.startswith("EfficientNet"):  # those of 2019 always divide by 255
         options["input_tensor"] = keras.layers.Rescaling(255.0)(keras.Input(input_shape))
-    try:
-        model = function(
-            weights=None, input_shape=input_shape, classes=num_classes, classifier_activation=None, **options
-        )
-        # With `input_tensor`, Keras makes the input a list of one.
-        if "input_tensor" in options:
-            return keras.Model(model.inputs[0], model.outputs[0], name=model.name)
-        return model
-    except ValueError as error:
-        raise ConfigError(
-            f"model.name: {name} cannot be built for samples of shape {input_shape}: {str(error).splitlines()[0]}"
-        ) from error
+    model = function(weights=None, input_shape=input_shape, classes=num_classes, classifier_activation=None, **options)
+    # With `input_tensor`, Keras makes the input a list of one.
+    if "input_tensor" in options:
+        return keras.Model(model.inputs[0], model.outputs[0], name=model.name)
+    return model
 
 
 APPLICATIONS: dict[str, Callable[[tuple[int, ...], int], keras.Model]] = {

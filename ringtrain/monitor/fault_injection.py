@@ -61,16 +61,20 @@ def _fault(text: str) -> Fault:
     types = {"mode": str, "during": str, "seconds": float}
     try:
         values = dict(word.split("=") for word in text.split())
-        fault = Fault(**{key: types.get(key, int)(value) for key, value in values.items()})
+        return _checked(Fault(**{key: types.get(key, int)(value) for key, value in values.items()}))
     except (ValueError, TypeError):
         raise ConfigError(f"chaos: got {text.strip()!r}, {FORM}") from None
+
+
+def _checked(fault: Fault) -> Fault:
+    """Raises ValueError for a fault that cannot happen."""
     if fault.mode == "disk-full":
         fault = dataclasses.replace(fault, during="save")
     at_a_save = fault.during or fault.mode in AT_A_SAVE
     is_right = fault.mode in MODES and fault.during in ("", "save") and not (fault.step and fault.epoch)
     is_right = is_right and not (fault.during and fault.mode in ("slow", "nan", "corrupt-checkpoint"))
     if not is_right or (fault.rank and at_a_save) or min(fault.rank, fault.step, fault.epoch, fault.seconds) < 0:
-        raise ConfigError(f"chaos: got {text.strip()!r}, {FORM}")
+        raise ValueError(fault)
     return fault
 
 

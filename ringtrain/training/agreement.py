@@ -60,15 +60,12 @@ def refuse(of_ranks: Sequence[tuple[str, Mapping[str, str]]]) -> None:
             expected, received = first.get(name, "missing"), other.get(name, "missing")
             # A user's module that only one rank has is a different configuration, which another check reports.
             if expected != received and not (name.startswith("module ") and "missing" in (expected, received)):
+                what = f"another {name}"
+                advice = f"{received}, not {expected}: bring code, libraries and data to the same state on all hosts"
                 if name.endswith(DIVIDED):
-                    raise ConfigError(
-                        f"rank {rank} on {host} has other {name.removesuffix(DIVIDED)} than rank 0 on {host_0}: pass"
-                        " all rows on every rank (no x[rank::size]), and give random data a seed"
-                    )
-                raise ConfigError(
-                    f"rank {rank} on {host} has another {name} than rank 0 on {host_0}: {received}, not {expected}:"
-                    " bring code, libraries and data to the same state on all hosts"
-                )
+                    what = f"other {name.removesuffix(DIVIDED)}"
+                    advice = "pass all rows on every rank (no x[rank::size]), and give random data a seed"
+                raise ConfigError(f"rank {rank} on {host} has {what} than rank 0 on {host_0}: {advice}")
 
 
 def _path_of(module: str) -> Path | None:

@@ -77,7 +77,6 @@ class ConfiguredSource(FromCheckpoint):
         if isinstance(train, data.Stream):
             is_stream = True
             rows, num_train = train.batch_size, num_train * train.batch_size
-            _refuse_scaling(config)
         numbers = together(lambda: derive(config, size, num_train, num_test, rows, is_scaled=not is_stream))
         run.stages.done("data")
 
@@ -101,16 +100,6 @@ def _check_monitor(config: Config, has_test: bool, is_each_epoch: bool) -> None:
         lack = "is not evaluated after each epoch" if has_test else "has no test data"
         raise ConfigError(
             f"train.monitor: got {monitor}, but {config.data.name} {lack}: choose loss, or evaluate each epoch"
-        )
-
-
-def _refuse_scaling(config: Config) -> None:
-    """Raises ConfigError for a learning rate that would follow from the batches of the data."""
-    rule = config.optimizer.learning_rate_scaling
-    if rule in ("linear", "sqrt"):
-        raise ConfigError(
-            f"optimizer.learning_rate_scaling: got {rule}, but the data bring their own batches for all ranks: leave it"
-            " out"
         )
 
 
@@ -153,17 +142,15 @@ def find(config: Config) -> Named:
 def own_callbacks(config: Config) -> Callable[[], list[keras.callbacks.Callback]]:
     """Resolves the user's callbacks; the returned function creates them. It raises ConfigError if one is not Keras'."""
     # Found now, so that a misspelled name is reported before the data are read; made when Keras is loaded.
-    names = config.train.callbacks
-    functions = [files.find("train.callbacks", name, {}) for name in names]
+    named = [(name, files.find("train.callbacks", name, {})) for name in config.train.callbacks]
 
     def make() -> list[keras.callbacks.Callback]:
         import keras
 
-        made = [function() for function in functions]
-        for name, callback in zip(names, made, strict=True):
-            if not isinstance(callback, keras.callbacks.Callback):
-                kind = type(callback).__name__
-                raise ConfigError(f"train.callbacks: {name} returned {kind}, expected a Keras callback")
+        made = [
+            files.made("train.callbacks", name, function, keras.callbacks.Callback, "a Keras callback")
+            for name, function in named
+        ]
         if config.train.patience:
             made.append(early_stopping(config.train))
         return made

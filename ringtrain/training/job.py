@@ -137,7 +137,8 @@ def _facts_of(run: Run, given: data.FitArguments, train: data.NumberedRows | dat
         combinations.SEVERAL_RANKS: hvd.size() > 1 and not is_shard,
         combinations.BATCH_PER_RANK: given.batch_per_rank,
         combinations.INITIAL_EPOCH: given.initial_epoch > 0,
-        combinations.OWN_BATCHES: isinstance(train, data.Stream) or isinstance(test, data.Stream),
+        combinations.OWN_BATCHES: isinstance(train, data.Stream),
+        combinations.OWN_VALIDATION: isinstance(test, data.Stream),
         combinations.HOROVOD_CALLBACKS: any(classes_of(callback) & of_horovod for callback in given.callbacks),
     }
     return {fact for fact, is_so in known.items() if is_so}

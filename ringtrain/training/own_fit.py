@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
+from ringtrain.config import combinations
+from ringtrain.config.sections import DEFAULTS, Config
 from ringtrain.data import FitArguments
 from ringtrain.errors import ConfigError
 from ringtrain.training.run import callbacks_in
@@ -30,10 +32,7 @@ def through(model: keras.Model, arguments: FitArguments, train: Callable[[FitArg
             f" train_step, or call its fit with hvd.DistributedOptimizer and hvd.callbacks"
         )
     if arguments.batch_per_rank:
-        raise ConfigError(
-            f"ringtrain.fit: got batch_per_rank, which the fit of {name} does not know: multiply batch_size by the"
-            f" number of ranks"
-        )
+        combinations.check(Config(), DEFAULTS, [combinations.OWN_FIT, combinations.BATCH_PER_RANK])
 
     def fit(self: keras.Model, *args: Any, **named: Any) -> Any:
         if self is not model:

@@ -13,7 +13,7 @@ from tensorflow.python.eager import context
 
 from ringtrain import data, hvd
 from ringtrain.config import combinations
-from ringtrain.config.sections import DEFAULTS, changed_options
+from ringtrain.config.sections import DEFAULTS
 from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.hvd import train_step
 from ringtrain.hvd.distributed import undistribute
@@ -28,9 +28,6 @@ from ringtrain.training.rows import errors_named, explain_shapes
 from ringtrain.training.run import Run
 from ringtrain.training.uneven import NO_XLA
 from ringtrain.training.unlike import unlike_one_process
-
-OF_OPTIMIZER = ("hvd.op", "hvd.compression", "hvd.groups", "hvd.deterministic")
-"""options that strategies pass to hvd.DistributedOptimizer"""
 
 
 def seed_by_rank(model: keras.Model, seed: int) -> None:
@@ -54,6 +51,8 @@ def facts_of(model: keras.Model) -> set[str]:
     known = {
         combinations.STEPS_PER_EXECUTION: model.steps_per_execution > 1,
         combinations.DISTRIBUTED: any(map(distributed, optimizers)),
+        combinations.SEVERAL_OPTIMIZERS: len(optimizers) > 1,
+        combinations.EMA_OF_ALL: innermost(model.optimizer).use_ema and not model.optimizer.built,
         combinations.OWN_STEP: is_own,
         combinations.ACCUMULATING_STEP: is_own and accumulates,
         combinations.STATEFUL: any(isinstance(layer, keras.layers.RNN) and layer.stateful for layer in layers),
@@ -73,12 +72,9 @@ def build(
         raise ConfigError("model.sync_batch_norm: the model has no BatchNormalization layers: leave it out")
     combinations.check(config, DEFAULTS, facts | facts_of(model))
     optimizers = hvd.optimizers_of(model)
-    if len(optimizers) > 1 and innermost(model.optimizer).use_ema and not model.optimizer.built:
-        raise ConfigError(
-            "ringtrain.fit: use_ema of one of several optimizers would average all weights of the model: call"
-            " optimizer.build(variables) before, with those that it trains"
-        )
-    distribute(run, optimizers, "ringtrain.fit")
+    for optimizer in optimizers:
+        if not distributed(optimizer):
+            run.strategy.distribute(optimizer)
     train_step.be_traced_anew(model)
     run.strategy.create_variables(model, train, batch_size)
     num_rows = max(2, batch_size // hvd.size())
@@ -195,28 +191,6 @@ def _counts_unequally(model: keras.Model, x: Any) -> bool:
 
     tf.function(forward, autograph=False).get_concrete_function(x)
     return any(outputs)
-
-
-def distribute(run: Run, optimizers: Sequence[Any], door: str) -> None:
-    """Makes optimizers distributed; raises ConfigError for options that a distributed one lacks."""
-    changed = changed_options(run.config).items()
-    options = {name: value for name, value in changed if name.startswith(OF_OPTIMIZER)}
-    for optimizer in optimizers:
-        if not distributed(optimizer):
-            run.strategy.distribute(optimizer)
-            type(innermost(optimizer)).options_of_fit = options
-            continue
-        earlier = getattr(innermost(optimizer), "options_of_fit", None)
-        if earlier is None and options:
-            raise ConfigError(
-                f"{door}: options set {next(iter(options))}, but the optimizer is distributed already: pass"
-                " it to hvd.DistributedOptimizer, or leave hvd.DistributedOptimizer out"
-            )
-        if earlier is not None and earlier != options:
-            raise ConfigError(
-                f"{door}: the optimizer is distributed since an earlier fit with the options {earlier}: pass the"
-                " same ones, or compile the model again with a new optimizer"
-            )
 
 
 TRAINED = "ringtrain_trained"

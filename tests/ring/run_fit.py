@@ -166,7 +166,7 @@ def what_differs_is_refused() -> None:
         ("expected arrays in memory", {"x": iter(())}),
         ("not compiled", {"model": dense()}),
         (
-            "options set hvd.compression, but the optimizer is distributed already",
+            "hvd.DistributedOptimizer and hvd.compression fp16 do not go together",
             {
                 "model": compiled(dense(), optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD())),
                 "options": compressed,

@@ -1,4 +1,4 @@
-"""Prints modules, statements and public names of each folder of ringtrain/, and fails above the budgets of pyproject.toml.
+"""Prints modules, statements and public names of each folder of ringtrain/; fails above the budgets of pyproject.toml.
 
 python tests/support/house.py
 """

@@ -100,6 +100,8 @@ VALUES = {
     "hvd.op": "adasum",
     "hvd.compression": "powersgd:2",
     "model.split": "layers:2",
+    "model.loss": "mse",
+    "model.label_smoothing": 0.1,
 }
 
 

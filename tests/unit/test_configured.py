@@ -253,14 +253,14 @@ def test_arrays_of_a_file(start: Any, tmp_path: Path) -> None:
     [
         ("alone", "dense", (), "returns a model without a loss, and the targets are not integer classes"),
         ("alone", "mlp", (), "returned targets that are not known to be integer classes"),
-        ("nested", "mlp", ("--model.loss", "mse"), "mlp takes one array"),
+        ("nested", "mlp", ("--model.loss", "mse"), "mlp cannot take inputs of shape .*: it takes one array"),
         ("with_nan", "dense", MSE, "training targets: sample 7 contains NaN"),
         ("unequal", "dense", MSE, r"unequal: Data cardinality is ambiguous.* 100.*99"),
         ("empty", "dense", MSE, "got no training samples"),
         ("unshaped", "dense", MSE, "unshaped: got a tf.data.Dataset of unknown shapes"),
         ("no_loss", "dense", MSE, r"no_loss: returned int, expected \(x, y\)"),
         ("alone", "dense", (*MSE, "--train.monitor", "test_accuracy", "--train.patience", "1"), "got test_accuracy"),
-        ("batches", "dense", (*MSE, "--optimizer.learning-rate-scaling", "linear"), "bring their own batches"),
+        ("batches", "dense", (*MSE, "--optimizer.learning-rate-scaling", "linear"), "linear and training batches"),
         ("alone", "dense", (*MSE, "--train.patience", "1"), "got test_loss, but .*alone has no test data"),
         (
             "seldom",
@@ -326,7 +326,10 @@ def test_the_listed_losses_and_metrics_are_keras_own() -> None:
     [
         ({"loss": "mea"}, r"model\.loss: got mea, did you mean m"),
         ({"metrics": ("aucc",)}, r"model\.metrics: got aucc, did you mean auc"),
-        ({"loss": "mse", "label_smoothing": 0.1}, r"model\.label_smoothing: it has no effect on model\.loss"),
+        (
+            {"loss": "mse", "label_smoothing": 0.1},
+            r"model\.loss mse and model\.label_smoothing 0\.1 do not go together",
+        ),
     ],
 )
 def test_misspelled_names(changed: dict[str, Any], message: str) -> None:

@@ -127,9 +127,9 @@ def test_applications_get_pixels_as_data_sources_give_them():
 
 
 def test_samples_that_an_application_has_no_use_for():
-    with pytest.raises(ConfigError, match=r"^model.name: MobileNetV2 cannot .* \(28, 28, 1\): Input size must be at"):
+    with pytest.raises(ConfigError, match=r"^model.name: mobilenet-v2 cannot .* \(28, 28, 1\): Input size must be at"):
         build("mobilenet-v2")
-    with pytest.raises(ConfigError, match=r"^model.name: VGG16 wants samples of height, width and .* \(9,\)"):
+    with pytest.raises(ConfigError, match=r"^model.name: VGG16 cannot .* \(9,\): it takes samples of height"):
         build("VGG16", (9,))
 
 
