@@ -5,9 +5,13 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
+from keras.src.trainers.data_adapters import array_slicing
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from numpy.typing import NDArray
 
 from ringtrain.data import row_order
@@ -15,9 +19,6 @@ from ringtrain.data.dataset import Split, ahead, spaced
 from ringtrain.data.parts import Header, Parts
 from ringtrain.data.python_calls import of_tensorflow, rows_of
 from ringtrain.data.row_order import Order
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 LARGE = 64 << 20
 """bytes from which on an array is not copied by a pipeline; rows of a smaller copy take less time of the processor"""
@@ -43,8 +44,6 @@ class NumberedRows(Split):
 
     def rows(self, begin: int, end: int) -> Any:
         """Batch of the rows from one number up to another."""
-        import tensorflow as tf
-
         order = tf.data.Dataset.from_tensors((tf.constant(0, tf.int64), np.arange(begin, end)))
         return next(iter(self.batches(order, end - begin, None)))
 
@@ -77,8 +76,6 @@ class Arrays(NumberedRows):
         shuffle: bool = False,
         transform: Callable[..., Any] | None = None,
     ) -> None:
-        from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-
         adapter = ArrayDataAdapter(x, y, sample_weight, class_weight=class_weight)  # with Keras' checks
         self.nest, self.shuffle, self._num_samples = adapter._inputs, shuffle, adapter._num_samples
         self.transform = transform
@@ -104,9 +101,6 @@ class Arrays(NumberedRows):
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
         """Batches in the nest of the arrays; see `Split.batches`."""
-        import keras
-        import tensorflow as tf
-
         copied = tuple(_converted(leaf) for leaf in _flat(self.nest) if not is_large(leaf))
         specs = [(array.dtype, array.shape[1:]) for array in self.large_rows(np.zeros(0, np.int64))]
 
@@ -171,8 +165,6 @@ class RowNumbers:
 
     def steps(self) -> tf.data.Dataset:
         """Numbers of steps, counted through all passes, int64 []. Each iteration has those of the next position."""
-        import tensorflow as tf
-
         next_position = of_tensorflow(self.next_position)
 
         def of_next(_: tf.Tensor) -> tf.data.Dataset:  # called when an iterator is made
@@ -185,8 +177,6 @@ class RowNumbers:
 
     def batches(self, num_rows: int | None) -> tf.data.Dataset:
         """Pairs of a pass, int64 [], and a step's row numbers, int64 [num_rows]; None: of unknown length."""
-        import tensorflow as tf
-
         rows = of_tensorflow(self._rows)
 
         def read(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -223,8 +213,6 @@ class RowBatches:
         has_header: bool = False,  # also if all parts are equal, since other ranks may follow
         num_epochs: int = 0,
     ) -> None:
-        import tensorflow as tf
-
         # Epochs that one iterator serves, if each is read to its end: making one takes as long as several small steps.
         # Of rows in files, each epoch has its own.
         self._num_epochs = num_epochs if samples.is_in_memory else 0
@@ -270,22 +258,15 @@ def is_large(array: Any) -> bool:
 
 def _converted(leaf: Any, target: str = "tensorflow") -> Any:
     """An array as Keras converts it for a backend."""
-    from keras.src.trainers.data_adapters import array_slicing
-
     return array_slicing.convert_to_sliceable(leaf, target_backend=target)
 
 
 def _gathered(leaf: Any, numbers: Any) -> Any:
     """Rows with these numbers of a converted array."""
-    import tensorflow as tf
-    from keras.src.trainers.data_adapters import array_slicing
-
     if isinstance(leaf, array_slicing.TensorflowSparseWrapper):
         return array_slicing.slice_tensorflow_sparse_wrapper(leaf, numbers)
     return tf.gather(leaf, numbers, axis=0)
 
 
 def _flat(nest: Any) -> list[Any]:
-    import keras
-
     return [leaf for leaf in keras.tree.flatten(nest) if leaf is not None]

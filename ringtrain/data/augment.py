@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import tensorflow as tf
+import keras
+import tensorflow as tf
 
 AREA = (0.08, 1.0)
 ASPECT = (3 / 4, 4 / 3)  # width to height
@@ -29,9 +29,6 @@ epoch; None in evaluation. Each row is changed by itself."""
 
 def pixels(images: tf.Tensor, labels: tf.Tensor) -> Any:
     """Converts images, uint8 from 0 to 255, to floats from 0 to 1."""
-    import keras
-    import tensorflow as tf
-
     return tf.cast(images, keras.config.floatx()) * (1 / 255), labels
 
 
@@ -46,8 +43,6 @@ def pictures(
     is_random: bool,  # whether training images are cropped and flipped
 ) -> Any:
     """Decodes images, a string each, and counts classes from 0. Raises InvalidArgumentError, as `picture` does."""
-    import tensorflow as tf
-
     encoded, labels = batch
     last_label = first_label + num_classes - 1
     in_range = tf.reduce_all((labels >= first_label) & (labels <= last_label))
@@ -66,8 +61,6 @@ def pictures(
 
 def picture(encoded: tf.Tensor, size: int, seed: tf.Tensor | None) -> tf.Tensor:
     """Decodes a JPEG, PNG, BMP or GIF to float32 [size, size, 3]; seed: int64 [2], of crop and flip; None: center."""
-    import tensorflow as tf
-
     is_jpeg = tf.io.is_jpeg(encoded)
     decoded = tf.cond(
         is_jpeg,
@@ -92,16 +85,12 @@ def picture(encoded: tf.Tensor, size: int, seed: tf.Tensor | None) -> tf.Tensor:
 
 
 def _centre(shape: tf.Tensor) -> tf.Tensor:
-    import tensorflow as tf
-
     side = tf.cast(tf.math.ceil(CENTRE * tf.cast(tf.minimum(shape[0], shape[1]), tf.float32)), tf.int32)
     return tf.stack([(shape[0] - side) // 2, (shape[1] - side) // 2, side, side])
 
 
 def _random_window(shape: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     """Returns the first of ten random windows that fits into the image, or the center crop if none does."""
-    import tensorflow as tf
-
     draws = tf.random.stateless_uniform([NUM_ATTEMPTS, 4], tf.random.split(seed)[0])
     size = tf.cast(shape[:2], tf.float32)
     area = (AREA[0] + draws[:, 0] * (AREA[1] - AREA[0])) * size[0] * size[1]

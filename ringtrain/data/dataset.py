@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import tensorflow as tf
 from numpy.typing import NDArray
 
 from ringtrain.data.row_order import evaluation_shard
 
 if TYPE_CHECKING:
-    import tensorflow as tf
-
     from ringtrain.data.arrays import NumberedRows
     from ringtrain.data.streams import Stream
 
@@ -84,8 +83,6 @@ def spaced(total: int, count: int) -> NDArray[np.int64]:
 
 def evaluation_batches(samples: Split, numbers: range, batch_size: int) -> tf.data.Dataset:
     """Returns batches of the samples with these successive numbers; the last batch may be smaller."""
-    import tensorflow as tf
-
     part = samples.part(numbers)
     if part is not None:
         return ahead(part)
@@ -102,8 +99,6 @@ def evaluation_batches(samples: Split, numbers: range, batch_size: int) -> tf.da
 
 def ahead(batches: tf.data.Dataset) -> tf.data.Dataset:
     """Prepares two batches while the model trains another."""
-    import tensorflow as tf
-
     options = tf.data.Options()
     # autotuning can delay the end of fit by seconds, and with it all other ranks
     options.autotune.enabled = False

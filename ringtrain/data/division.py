@@ -12,12 +12,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.data.util import structure
+from tensorflow.python.framework import op_def_registry
 
 from ringtrain.data.parts import Header, Parts
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 IGNORE_EXTERNAL_STATE = 1
 NUM_AT_ONCE = 2
@@ -55,8 +56,6 @@ class Division:
 
     def of_rank(self, parts: Parts) -> tf.data.Dataset:
         """Elements (Header, rows of a rank's parts) for each batch of the whole pipeline."""
-        import tensorflow as tf
-
         size = int(self.batch._batch_size)
         batches = self.rows.batch(size, drop_remainder=bool(self.batch._drop_remainder))
         own = batches.map(lambda *batch: parts.cut(batch[0] if len(batch) == 1 else batch))
@@ -102,16 +101,12 @@ def division_of(dataset: Any) -> tuple[Division | None, str]:
 
 def _are_of_one_shape(rows: Any) -> bool:
     """Returns whether all rows of a dataset are known to have one shape, so that they make batches."""
-    import tensorflow as tf
-
     specs = tf.nest.flatten(rows.element_spec)
     return all(isinstance(spec, tf.TensorSpec) and spec.shape.is_fully_defined() for spec in specs)
 
 
 def _mapped(rows: tf.data.Dataset, earlier: Any) -> tf.data.Dataset:
     """Rows to which the function of an earlier map, as it is traced, is applied."""
-    from tensorflow.python.data.util import structure
-
     function, spec = earlier._map_func, rows.element_spec
     calls = getattr(earlier, "_num_parallel_calls", None)
 
@@ -128,8 +123,6 @@ def _mapped(rows: tf.data.Dataset, earlier: Any) -> tf.data.Dataset:
 
 def copy_of(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
     """Dataset with as many batches, an iteration of which changes no state of `dataset`; None: it cannot be copied."""
-    import tensorflow as tf
-
     if _bytes_of(dataset) > MAX_BYTES:
         return None
     try:
@@ -163,8 +156,6 @@ def caches_in_file(dataset: tf.data.Dataset) -> bool:
 
 def share_a_shuffle(*sources: Any) -> bool:
     """Returns whether an iteration of one of two pipelines may change the order of the other."""
-    import tensorflow as tf
-
     shuffles = [shuffles_of(source) for source in sources if isinstance(source, tf.data.Dataset)]
     if len(shuffles) < 2:
         return False
@@ -174,8 +165,6 @@ def share_a_shuffle(*sources: Any) -> bool:
 
 def state_of(function: Any) -> str:
     """The operation, as a phrase, by which a function has a state or random results; "": none."""
-    from tensorflow.python.framework import op_def_registry
-
     for node in _operations_of(function):
         definition = op_def_registry.get(node.op)
         if PYTHON.fullmatch(node.op):

@@ -6,14 +6,16 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.data_adapters import array_data_adapter
+from keras.utils import unpack_x_y_sample_weight
 
 from ringtrain.data.from_rank_0 import FromRank0
 from ringtrain.data.records import Records
 from ringtrain.errors import DataError
-
-if TYPE_CHECKING:
-    import keras
 
 BATCH_SIZE = 32
 """of arrays, as in Keras, if nothing else says how many rows a batch has"""
@@ -53,8 +55,6 @@ class FitArguments:
 
 def with_batch_sizes(given: FitArguments) -> FitArguments:
     """Arguments with the batch sizes that Keras takes for arrays if only a number of steps is given."""
-    from keras.utils import unpack_x_y_sample_weight
-
     if given.batch_size is not None or given.batch_per_rank:
         return given
     batch_size, held_out_size = given.batch_size, given.validation_batch_size
@@ -74,9 +74,6 @@ def with_batch_sizes(given: FitArguments) -> FitArguments:
 
 def _num_rows(x: Any) -> int:
     """Number of rows of arrays; 0 for anything else."""
-    import keras
-    from keras.src.trainers.data_adapters import array_data_adapter
-
     if x is None or not array_data_adapter.can_convert_arrays(x):
         return 0
     shape = getattr(keras.tree.flatten(x)[0], "shape", ())
@@ -128,9 +125,6 @@ def arguments_of(name: str, result: Any) -> FitArguments:
 
 
 def is_batches(x: Any) -> bool:
-    import keras
-    import tensorflow as tf
-
     return isinstance(x, tf.data.Dataset | keras.utils.PyDataset | GeneratorType | FromRank0 | Records)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import tensorflow as tf
 
 from ringtrain.data.dataset import Split
 from ringtrain.data.streams import Stream
 from ringtrain.errors import DataError, RingtrainError
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 
 class FromRank0:
@@ -42,8 +41,6 @@ class StreamOfRank0(Stream):
     is_of_rank_0 = True
 
     def __init__(self, source: Callable[[], Stream], why: str = "") -> None:
-        import tensorflow as tf
-
         self._source: Any = Split()  # on other ranks, without batches
 
         def read() -> tuple[Any, ...]:
@@ -75,8 +72,6 @@ class StreamOfRank0(Stream):
         self._source.begin_evaluation()
 
     def __call__(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
-        import tensorflow as tf
-
         cut_own = tf.function(lambda batch: self.parts.cut(batch), input_signature=[self.dataset.element_spec])
         batches = None
         for number in itertools.count():
@@ -113,13 +108,9 @@ def read_on_rank_0(read: Callable[[], Any]) -> Any:
 
 def leaves(batch: Any) -> list[Any]:
     """Arrays of a batch, in which sparse and ragged tensors are several."""
-    import tensorflow as tf
-
     return [leaf.numpy() for leaf in tf.nest.flatten(batch, expand_composites=True)]
 
 
 def packed(spec: Any, arrays: list[Any]) -> Any:
     """The batch with these `leaves`."""
-    import tensorflow as tf
-
     return tf.nest.pack_sequence_as(spec, [tf.constant(one) for one in arrays], expand_composites=True)

@@ -10,8 +10,15 @@ from dataclasses import replace
 from types import GeneratorType
 from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
+from keras.src.trainers.data_adapters import array_slicing
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
+from ringtrain import hvd
 from ringtrain.data import division
 from ringtrain.data.arrays import Arrays, NoSamples, NumberedRows
 from ringtrain.data.dataset import Split
@@ -30,9 +37,6 @@ _read_by_rank_0: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def shapes_of(train: NumberedRows | Stream) -> tuple[Any, int]:
     """Shapes of a sample's inputs, in their nest, and the number of columns of its targets, 0 if these are a nest."""
-    import keras
-    import tensorflow as tf
-
     if isinstance(train, Stream):
         batch = train.dataset.element_spec
     else:
@@ -46,10 +50,8 @@ def shapes_of(train: NumberedRows | Stream) -> tuple[Any, int]:
     return tf.nest.map_structure(lambda leaf: tuple(leaf.shape[1:]), x), num_targets
 
 
-def inputs(given: FitArguments, batch_size: int) -> tuple[NumberedRows | Stream, Split]:
+def splits_of(given: FitArguments, batch_size: int) -> tuple[NumberedRows | Stream, Split]:
     """Returns training and validation data; raises DataError for what `fit` cannot divide over ranks. Collective."""
-    from ringtrain import hvd
-
     if given.shuffle not in (True, False):
         raise DataError(f"ringtrain.fit: got shuffle {given.shuffle!r}, expected True or False")
     x, held_out = for_all_ranks(given.x, given.validation_data)
@@ -71,10 +73,6 @@ def inputs(given: FitArguments, batch_size: int) -> tuple[NumberedRows | Stream,
 
 def to_evaluate(given: FitArguments) -> tuple[Split, int]:
     """Data of `ringtrain.evaluate` and `ringtrain.predict`, and the rows of a batch, 1 if these are batches."""
-    import tensorflow as tf
-
-    from ringtrain import hvd
-
     x, batch_size, steps = given.x, given.batch_size, given.steps_per_epoch
     for name, number in (("batch_size", batch_size), ("steps", steps)):
         if number is not None and number < 1:
@@ -102,8 +100,6 @@ def to_evaluate(given: FitArguments) -> tuple[Split, int]:
 
 def _without_split(given: FitArguments) -> FitArguments:
     """Arguments with validation data in place of a part of the training data."""
-    from keras.src.trainers.data_adapters import array_slicing
-
     if not given.validation_split or given.validation_data is not None or isinstance(given.x, Records):
         return given
     _check_arrays("x", given.x)
@@ -151,8 +147,6 @@ def _check_steps(given: FitArguments, num_batches: int, batch_size: int) -> None
 
 
 def _check_arrays(argument: str, nest: Any) -> None:
-    import keras
-
     kinds = [type(leaf) for leaf in keras.tree.flatten(nest) if leaf is not None]
     wrong = [kind for kind in kinds if not _is_array(kind)]
     if wrong or not kinds:
@@ -179,8 +173,6 @@ def _shortened(split: Any, num_steps: int, batch_size: int) -> Any:
 
 def _held_out(held_out: Any, given: FitArguments, batch_size: int) -> Split:
     """Validation data."""
-    import keras
-
     if held_out is None:
         return NoSamples()
     stream = _stream(held_out, given, is_held_out=True)
@@ -203,10 +195,6 @@ def _held_out(held_out: Any, given: FitArguments, batch_size: int) -> Split:
 
 def for_all_ranks(*sources: Any) -> list[Any]:
     """The sources, of which rank 0 reads for all what ranks would read differently. Collective."""
-    import tensorflow as tf
-
-    from ringtrain import hvd
-
     if not hvd.is_initialized() or hvd.size() == 1 or hvd.elastic.is_on():
         return [*sources]
     of_ranks = hvd.allgather_object([_why_rank_0(source) for source in sources], name="ringtrain_why_rank_0")
@@ -224,8 +212,6 @@ def for_all_ranks(*sources: Any) -> list[Any]:
 
 def _why_rank_0(x: Any) -> str:
     """Why rank 0 must read data for all ranks, as a phrase; "": it need not."""
-    import tensorflow as tf
-
     if not isinstance(x, tf.data.Dataset):
         return ""
     if x in _read_by_rank_0:
@@ -237,8 +223,6 @@ def _why_rank_0(x: Any) -> str:
 
 def _is_random(dataset: Any) -> bool:
     """Returns whether two copies of a pipeline begin with different batches, as shuffles without a seed do."""
-    import tensorflow as tf
-
     if division.calls_python(dataset):  # functions may have a state, which changes
         return False
     contents = []
@@ -255,11 +239,6 @@ def _is_random(dataset: Any) -> bool:
 
 def _stream(x: Any, given: FitArguments, is_held_out: bool = False) -> Stream | None:
     """Stream of a dataset, PyDataset or generator to train, or to evaluate; None for others. Collective."""
-    import keras
-    import tensorflow as tf
-
-    from ringtrain import hvd
-
     if isinstance(x, FromRank0) and hvd.size() > 1:
         return StreamOfRank0(lambda: _batches(_stream(x.batches, given, is_held_out)), x.why)
     x = x.batches if isinstance(x, FromRank0) else x
@@ -288,8 +267,6 @@ def _batches(source: Any) -> Stream:
 
 
 def _of_dataset(x: Any, given: FitArguments) -> Stream:
-    from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
-
     dataset, steps = TFDatasetAdapter(x, class_weight=given.class_weight)._dataset, given.validation_steps
     taken = dataset.take(steps) if steps else dataset
     stream = Stream("tf.data.Dataset", taken, given.steps_per_epoch, given.num_epochs, _batch_size(x))
@@ -299,8 +276,6 @@ def _of_dataset(x: Any, given: FitArguments) -> Stream:
 
 
 def _generated(x: Any, given: FitArguments) -> Stream:
-    from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
-
     if not given.steps_per_epoch:
         raise DataError("ringtrain.fit: got a generator without steps_per_epoch, expected the batches of an epoch")
     if given.class_weight:
@@ -312,9 +287,6 @@ def _generated(x: Any, given: FitArguments) -> Stream:
 
 def _kept(x: Any, given: FitArguments) -> Stream:
     """The first validation batches of a generator, which can be read once, and every epoch needs again."""
-    import tensorflow as tf
-    from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
-
     if not given.validation_steps:
         raise DataError("ringtrain.fit: got a generator of held-out data, expected a number of steps with it")
     dataset = GeneratorDataAdapter(x).get_tf_dataset()
@@ -324,9 +296,6 @@ def _kept(x: Any, given: FitArguments) -> Stream:
 
 
 def _of_py_dataset(x: Any, given: FitArguments) -> Stream:
-    import tensorflow as tf
-    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
-
     steps = given.steps_per_epoch
     if x.num_batches is None:
         dataset = PyDatasetAdapter(x, given.class_weight).get_tf_dataset()
@@ -343,8 +312,6 @@ def _of_py_dataset(x: Any, given: FitArguments) -> Stream:
 
 def _shard(given: FitArguments) -> Stream:
     """Stream of the batches that a function of rank and number of ranks returns for this rank alone."""
-    from ringtrain import hvd
-
     result = given.x(hvd.rank(), hvd.size())
     stream = _stream(result, given)
     if stream is None:
@@ -372,8 +339,6 @@ def _check_stream(stream: Stream, given: FitArguments) -> None:
 
 def _batch_size(dataset: Any) -> int:
     """Rows of a dataset's batches, from its shapes or the step that has made them; 1: unknown."""
-    import tensorflow as tf
-
     sizes = {spec.shape[0] for spec in tf.nest.flatten(dataset.element_spec) if spec.shape.rank}
     while sizes == {None} and dataset is not None:
         size = getattr(dataset, "_batch_size", None)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import tensorflow as tf
 
 from ringtrain.data import row_order
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 MODULUS = 2**31 - 1
 """Fingerprints are below this."""
@@ -55,8 +54,6 @@ class Parts(NamedTuple):
 
     def cut(self, batch: Any) -> tuple[Header, Any]:
         """This rank's rows of a batch of tensors, dense, ragged or sparse, with the header of the batch."""
-        import tensorflow as tf
-
         lengths = tf.stack([num_rows_of(leaf) for leaf in with_rows(batch)])
         text = "DataError: ringtrain.fit: got a batch of tensors with {} rows, expected one number of rows"
         same = tf.reduce_all(lengths == lengths[0])
@@ -79,8 +76,6 @@ class Parts(NamedTuple):
 
     def header(self, rows: tf.Tensor) -> Header:
         """Header of a batch with this number of rows, int64 [], in a graph."""
-        import tensorflow as tf
-
         bounds, shares = self._bounds(rows), []
         for begin, end in bounds:
             shares.append(tf.cast(end - begin, tf.float64) * self.num_parts / tf.cast(rows, tf.float64))
@@ -88,8 +83,6 @@ class Parts(NamedTuple):
 
     def _bounds(self, rows: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """As `bounds`, of a number of rows in a graph, int64 []."""
-        import tensorflow as tf
-
         each, more = rows // self.num_parts, rows % self.num_parts
         bounds = []
         for number in self.numbers:
@@ -100,30 +93,22 @@ class Parts(NamedTuple):
 
 def header_of_shard(batch: Any) -> Header:
     """Header of a batch of which all rows are this rank's; the fingerprint is their number."""
-    import tensorflow as tf
-
     rows = num_rows_of(with_rows(batch)[0])
     return Header(tf.ones([1], tf.float64), rows[None], tf.cast(rows, tf.float64))
 
 
 def _num_read(bounds: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> list[tf.Tensor]:
     """Numbers of rows that are read of parts: one of a part without rows."""
-    import tensorflow as tf
-
     return [tf.maximum(end - begin, 1) for begin, end in bounds]
 
 
 def with_rows(batch: Any) -> list[Any]:
     """Tensors of a batch that have rows: all but single numbers."""
-    import tensorflow as tf
-
     return [leaf for leaf in tf.nest.flatten(batch) if leaf.shape.rank != 0]
 
 
 def num_rows_of(leaf: Any) -> tf.Tensor:
     """Number of rows of a tensor, int64 []."""
-    import tensorflow as tf
-
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
     return leaf.nrows(out_type=tf.int64) if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf, tf.int64)[0]
@@ -131,8 +116,6 @@ def num_rows_of(leaf: Any) -> tf.Tensor:
 
 def rows_of(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
     """Rows of a tensor from `begin` up to `end`, int64 []."""
-    import tensorflow as tf
-
     if isinstance(leaf, tf.SparseTensor):
         rest = leaf.dense_shape[1:]
         return tf.sparse.slice(leaf, tf.concat([[begin], 0 * rest], 0), tf.concat([[end - begin], rest], 0))
@@ -140,8 +123,6 @@ def rows_of(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
 
 
 def _joined(pieces: list[Any]) -> Any:
-    import tensorflow as tf
-
     if len(pieces) == 1:
         return pieces[0]
     return tf.sparse.concat(0, pieces) if isinstance(pieces[0], tf.SparseTensor) else tf.concat(pieces, 0)
@@ -149,16 +130,12 @@ def _joined(pieces: list[Any]) -> Any:
 
 def fingerprint(batch: Any) -> tf.Tensor:
     """Number of evenly spaced values of all parts of a batch, below MODULUS."""
-    import tensorflow as tf
-
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
     return tf.math.floormod(tf.add_n([_fingerprint(leaf) for leaf in leaves]), MODULUS)
 
 
 def _fingerprint(leaf: Any) -> tf.Tensor:
     """Number of evenly spaced values of a part of a batch, below MODULUS."""
-    import tensorflow as tf
-
     values = leaf.values if isinstance(leaf, tf.SparseTensor) else leaf
     values = values.flat_values if isinstance(values, tf.RaggedTensor) else values
     values = tf.reshape(values, [-1])

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from ringtrain.errors import DataError
 
@@ -73,8 +74,6 @@ def of_tensorflow(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def rows_of(method: Callable[..., Any], numbers: Any, specs: Sequence[Any]) -> list[Any]:
     """Tensors of the rows with these numbers, which a method returns in a list; `specs`: dtype and shape of a row."""
-    import tensorflow as tf
-
     if not specs:
         return []
     dtypes = [tf.string if dtype.kind == "O" else tf.as_dtype(dtype) for dtype, _ in specs]
@@ -84,8 +83,6 @@ def rows_of(method: Callable[..., Any], numbers: Any, specs: Sequence[Any]) -> l
 
 def tensors_of(method: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     """Tensors of the arrays that a bound method returns in a list; see `text_of_data_error` for its DataError."""
-    import tensorflow as tf
-
     bound = of_tensorflow(method)
 
     def called(*arguments: Any) -> list[Any]:

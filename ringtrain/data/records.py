@@ -6,9 +6,12 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
+from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 from numpy.typing import NDArray
 
 from ringtrain.data import augment, division
@@ -21,9 +24,6 @@ from ringtrain.data.record_files import opened
 from ringtrain.data.row_order import Order, lane_order
 from ringtrain.errors import DataError
 from ringtrain.protocol import cores
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 LANES = (48, 24, 12, 6, 4, 3, 2, 1)
 """possible numbers of blocks that a batch has rows of; many numbers of ranks divide the larger ones"""
@@ -117,8 +117,6 @@ class Records:
         Raises:
             DataError: Of a batch size that is no positive integer.
         """
-        import tensorflow as tf
-
         if not isinstance(batch_size, int | np.integer) or batch_size < 1:
             raise DataError(f"Records.dataset: got batch_size {batch_size!r}, expected an integer of at least 1")
         rows = RecordRows(self, shuffle=seed is not None)
@@ -144,8 +142,6 @@ class Records:
 
     def nested(self, values: Sequence[Any]) -> Any:
         """Values of each part of the nest, in it."""
-        import keras
-
         each = iter(values)
         return keras.tree.lists_to_tuples(tuple(_filled(part, each) for part in self.nest))
 
@@ -231,15 +227,11 @@ class RecordRows(NumberedRows):
         if records.transform or self.transform:
             batches = self._transformed(of_rows)
         if self.class_weight:
-            from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
-
             batches = batches.map(make_class_weight_map_fn(self.class_weight))
         return batches
 
     def _read(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
         """Batches of rows: what random numbers follow from, the numbers of the rows, and their values."""
-        import tensorflow as tf
-
         records = self.records
         start = of_tensorflow(records.start)
         num_ahead = max(1, min(AHEAD, int(records.max_bytes / 4 / records.bytes_of_row / batch_size)))
@@ -265,8 +257,6 @@ class RecordRows(NumberedRows):
 
     def _check(self, draw: NDArray[np.int64], numbers: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Returns the numbers of rows of which a batch is made; raises DataError for the first that fails by itself."""
-        import tensorflow as tf
-
         records = self.records
         for number in numbers.tolist():
             row = np.array([number])
@@ -281,7 +271,6 @@ class RecordRows(NumberedRows):
 
     def _transformed(self, of_rows: tf.data.Dataset) -> tf.data.Dataset:
         """Transformed batches. Of one that cannot be made, the rows are tried one by one."""
-        import tensorflow as tf
 
         def checked(draw: tf.Tensor, numbers: tf.Tensor, batch: Any) -> Any:
             (same,) = tensors_of(self._check, [draw, numbers], [tf.int64])
@@ -323,8 +312,6 @@ def _filled(nest: Any, values: Iterator[Any]) -> Any:
 
 def _joined(part: Any, columns: Columns) -> NDArray[Any]:
     """Values of a column; of a list of columns, one array with all of them. In the dtype of a model's inputs."""
-    import keras
-
     values = [columns[name] for name in _names_in(part)]
     joined = values[0]
     if isinstance(part, list):

@@ -6,9 +6,10 @@ import dataclasses
 import os
 import pickle
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
 from numpy.typing import NDArray
 
 from ringtrain.config.sections import DataConfig
@@ -19,9 +20,6 @@ from ringtrain.data.dataset import DataSet
 from ringtrain.data.row_order import Order
 from ringtrain.errors import DataError
 from ringtrain.protocol.env import FEED
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 SPLITS = ("training", "test")
 
@@ -51,8 +49,6 @@ class Shard(NumberedRows):
         return Order(np.concatenate([*in_batches, *rest]), global_batch_size, size)
 
     def batches(self, order: tf.data.Dataset, batch_size: int, seed: int | None) -> tf.data.Dataset:
-        import tensorflow as tf
-
         first, end = self._parts[self.rank]
 
         def own_numbers(epoch: tf.Tensor, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

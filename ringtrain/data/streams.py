@@ -9,18 +9,18 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
+from keras.src.trainers.data_adapters.data_adapter_utils import get_tensor_spec
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from ringtrain.data import division
 from ringtrain.data.dataset import Split, ahead
 from ringtrain.data.parts import Header, Parts, fingerprint, header_of_shard
 from ringtrain.errors import DataError
-
-if TYPE_CHECKING:
-    import keras
-    import tensorflow as tf
 
 
 class Stream(Split):
@@ -52,8 +52,6 @@ class Stream(Split):
     def __init__(
         self, kind: str, dataset: tf.data.Dataset, steps: int | None = None, epochs: int = 1, batch_size: int = 1
     ) -> None:
-        import tensorflow as tf
-
         self.kind, self.dataset, self.batch_size = kind, dataset, batch_size  # in rows; 1: unknown
         self.rows = ahead(dataset)
         """what this rank reads"""
@@ -130,8 +128,6 @@ class Stream(Split):
 
     def checksum(self) -> int:
         """Checksum of length, shapes and dtypes, and the first batch of validation data, whose order must be fixed."""
-        import tensorflow as tf
-
         first: Any = ()
         if self.is_held_out:  # reading a training batch would shuffle once more: those are compared in training
             first = next(iter(division.copy_of(self.dataset) or self.dataset))
@@ -140,7 +136,6 @@ class Stream(Split):
 
     def part(self, numbers: Sequence[int]) -> tf.data.Dataset:
         """The batches with these successive numbers of the evaluation that has begun; parts are read in order."""
-        import tensorflow as tf
 
         def read() -> Iterator[Any]:
             for number in range(self._num_read, numbers[-1] + 1):
@@ -211,10 +206,6 @@ class PyDatasetStream(Stream):
     def __init__(
         self, source: keras.utils.PyDataset, class_weight: Any, shuffle: bool, seed: int, take: int | None = None
     ) -> None:
-        import tensorflow as tf
-        from keras.src.trainers.data_adapters.data_adapter_utils import get_tensor_spec
-        from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
-
         self.kind, self.num_batches = "PyDataset", min(int(source.num_batches), take or int(source.num_batches))
         if not self.num_batches:
             raise DataError("ringtrain.fit: got a PyDataset without batches, expected at least one")
@@ -227,8 +218,6 @@ class PyDatasetStream(Stream):
         self.rows = ahead(self.dataset)
 
     def part(self, numbers: Sequence[int]) -> tf.data.Dataset:
-        import tensorflow as tf
-
         return tf.data.Dataset.from_generator(lambda: self.each(numbers), output_signature=self._signature)
 
     def __call__(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
@@ -293,8 +282,6 @@ def _advance() -> None:
 
 def num_rows(batch: Any) -> int:
     """Rows of a batch of arrays."""
-    import keras
-
     return int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
 
 

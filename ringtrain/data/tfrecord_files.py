@@ -9,15 +9,14 @@ from __future__ import annotations
 import tempfile
 import zlib
 from collections.abc import Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
+
+import tensorflow as tf
 
 from ringtrain.data import data_files
 from ringtrain.data.blocks import Block, Columns, blocks_of, text_of
 from ringtrain.data.data_files import DataFile
 from ringtrain.errors import DataError
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 HEADER, FOOTER = 12, 4
 BUFFER = 1 << 20
@@ -46,8 +45,6 @@ class TFRecordFiles:
         return zlib.crc32(str(self._checksums).encode())
 
     def read(self, block: Block) -> Columns:
-        import tensorflow as tf
-
         texts = self._texts(block)
         try:
             with tf.device("CPU"):
@@ -74,8 +71,6 @@ class TFRecordFiles:
 
     def _features(self) -> dict[str, Any]:
         """Features of the first record, with its lengths."""
-        import tensorflow as tf
-
         block = self.blocks[0]
         text = self._texts(block)[0].numpy()
         dtypes = {"bytes_list": tf.string, "float_list": tf.float32, "int64_list": tf.int64}
@@ -94,7 +89,6 @@ class TFRecordFiles:
 
 def _texts_of(path: str, begin: int, block: Block) -> tf.Tensor:
     """Records of a block, which begins at a position of a file; raises DataError if they are damaged."""
-    import tensorflow as tf
 
     def records(position: tf.Tensor) -> tf.data.Dataset:
         # tf.data.TFRecordDataset has no argument for the position.

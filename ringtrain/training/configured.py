@@ -312,7 +312,7 @@ def _data_set(config: Config, found: data.DataSet | data.FitArguments, rows: int
 
     with errors_named(name):
         try:
-            train, test = data.inputs(found, rows)
+            train, test = data.splits_of(found, rows)
             if isinstance(train, data.NumberedRows) and found.steps_per_epoch:
                 raise DataError("got steps_per_epoch with arrays: leave it out")
             train, test = _first(config, train), _first(config, test)

@@ -9,16 +9,19 @@ import zlib
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+import keras
 import numpy as np
 
+from ringtrain import hvd
 from ringtrain.checkpoint.checkpoint import Checkpoint
 from ringtrain.config.derived import Numbers
 from ringtrain.config.optimizer_kinds import OPTIMIZERS
 from ringtrain.config.sections import Config, option_types, value_of
 from ringtrain.errors import ConfigError
+from ringtrain.hvd.keras_patches import innermost, layers_of
+from ringtrain.hvd.model_parallel.columns import is_part
 
 if TYPE_CHECKING:
-    import keras
     import tensorflow as tf
 
 FREE = (
@@ -121,9 +124,6 @@ def of_script(model: keras.Model) -> dict[str, str]:
 
 def of_layers(model: keras.Model) -> dict[str, str]:
     """Settings of Keras' own layers, such as an activation or a regularizer, which shapes of weights do not show."""
-    from ringtrain.hvd.keras_patches import layers_of
-    from ringtrain.hvd.model_parallel.columns import is_part
-
     described: dict[str, str] = {}
     for layer in layers_of(model):
         kind, module = type(layer).__name__, type(layer).__module__
@@ -137,9 +137,6 @@ def of_layers(model: keras.Model) -> dict[str, str]:
 
 def used_optimizers(model: keras.Model) -> list[Any]:
     """Optimizers that train a built model, each without its loss scale."""
-    from ringtrain import hvd
-    from ringtrain.hvd.keras_patches import innermost
-
     # One that is not built is that of a `compile` without arguments, which the script's own train_step does not use.
     used = [optimizer for optimizer in hvd.optimizers_of(model) if optimizer.built] or [model.optimizer]
     return [innermost(optimizer) for optimizer in used]
@@ -147,8 +144,6 @@ def used_optimizers(model: keras.Model) -> list[Any]:
 
 def of_compiled(model: keras.Model) -> dict[str, str]:
     """Loss and metrics with which a model was compiled."""
-    import keras
-
     compiled = getattr(model, "_compile_config", None)
     settings = compiled.config if compiled else {}
     names = ("loss", "loss_weights", "metrics", "weighted_metrics")
@@ -181,8 +176,6 @@ def content_of(dataset: tf.data.Dataset) -> str:
 
 def words_of(value: Any) -> str:
     """Describes a setting in the same words in every process; functions and unknown objects by their names."""
-    import keras
-
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):

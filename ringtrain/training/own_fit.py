@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import keras
 
 from ringtrain.config import combinations
 from ringtrain.config.sections import DEFAULTS, Config
@@ -12,17 +14,12 @@ from ringtrain.data import FitArguments
 from ringtrain.errors import ConfigError
 from ringtrain.training.run import callbacks_in
 
-if TYPE_CHECKING:
-    import keras
-
 OF_RINGTRAIN = ("seed", "resume", "batch_per_rank")
 """arguments of `ringtrain.fit` that Keras' does not have"""
 
 
 def through(model: keras.Model, arguments: FitArguments, train: Callable[[FitArguments], Any]) -> Any:
     """Calls the model's `fit`, in which Keras' is replaced by `train`; returns what that has returned."""
-    import keras
-
     own, keras_fit, name, trained = type(model).fit, keras.Model.fit, type(model).__name__, []
     is_inherited = "fit" not in vars(keras.Model)  # a tracker may have replaced it
     # One that trains by itself would do so on each rank alone.

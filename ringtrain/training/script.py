@@ -70,7 +70,7 @@ def _job(run: Run, source: ScriptSource) -> Job:
     batch_size = arguments.batch_size or data.BATCH_SIZE
     if arguments.batch_per_rank:
         batch_size *= run.strategy.num_copies
-    train, test = data.inputs(arguments, batch_size)
+    train, test = data.splits_of(arguments, batch_size)
 
     # Numbers and plan follow from what the script has compiled, as those of other runs do from the configuration.
     def numbers_of(num_rows: int, rows_per_step: int) -> Numbers:

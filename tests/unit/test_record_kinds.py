@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.data import FitArguments, blocks, data_files, inputs
+from ringtrain.data import FitArguments, blocks, data_files, splits_of
 from ringtrain.data.records import RecordRows, Records
 from ringtrain.errors import DataError
 
@@ -163,10 +163,10 @@ def test_classes_of_folders_have_names(tmp_path: Path) -> None:
         Records(folder, "path", "class", class_names=["a", "b"])
     for other in (None, ["class-1"]):
         with pytest.raises(DataError, match="give both the same class_names"):
-            inputs(
+            splits_of(
                 FitArguments(x=rows, validation_data=Records(folder / "class-1", "path", "class", class_names=other)), 4
             )
-    assert len(inputs(FitArguments(x=rows, validation_data=held_out), 4)[1]) == NUM // 3
+    assert len(splits_of(FitArguments(x=rows, validation_data=held_out), 4)[1]) == NUM // 3
 
 
 def test_images_that_cannot_be_decoded_are_named(tmp_path: Path) -> None:

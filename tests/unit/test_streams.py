@@ -30,7 +30,7 @@ def _ids(num_rows: int = 50, batch_size: int = 8, seed: int | None = 7) -> tf.da
 
 def _stream(x: Any, steps: int | None = None, epochs: int = 3, **more: Any) -> data.Stream:
     given = {"x": x, "epochs": epochs, "steps_per_epoch": steps, "shuffle": False}
-    return data.inputs(data.FitArguments(**given | more), 32)[0]
+    return data.splits_of(data.FitArguments(**given | more), 32)[0]
 
 
 def _epochs(make: Any, size: int, epochs: int, first: int = 0, first_step: int = 0) -> list[Any]:
