@@ -1,13 +1,12 @@
 """The configuration of a run: options, their rules, files and help. This folder does not import TensorFlow.
 
-sections:        the options of a run, by section
-rules:           what values they may have
-combinations:    the one table of what does not go together
-derived:         the numbers that follow from the options and the data
-files:           TOML files, the command line, objects by name
-help_texts:      the help
-options:         fields of dataclasses as options of a command line, also for the launcher
-optimizer_kinds: what options must know of each optimizer
+sections:     the options of a run, by section
+rules:        what values they may have
+combinations: the one table of what does not go together
+derived:      the numbers that follow from the options and the data
+files:        TOML files, the command line, objects by name
+help_texts:   the help
+options:      fields of dataclasses as options of a command line, also for the launcher
 """
 
 from ringtrain.config.sections import CheckpointConfig as CheckpointConfig

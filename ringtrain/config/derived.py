@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ringtrain.config.optimizer_kinds import OPTIMIZERS
 from ringtrain.config.rules import Need
-from ringtrain.config.sections import OPTIONS, Config, changed_options
+from ringtrain.config.sections import OPTIMIZERS, OPTIONS, Config, changed_options
 from ringtrain.errors import ConfigError
 
 SCALINGS: dict[str, Callable[[float], float]] = {"linear": lambda k: k, "sqrt": math.sqrt, "none": lambda k: 1.0}

@@ -6,15 +6,33 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from ringtrain.config import combinations
 from ringtrain.config import rules as rule
-from ringtrain.config.optimizer_kinds import OPTIMIZERS
 from ringtrain.config.options import AT_LEAST_0, AT_LEAST_1, at_least, options_of
 from ringtrain.config.options import nearest as nearest
 from ringtrain.config.rules import Need, needs, needs_above_0, needs_other
 from ringtrain.errors import ConfigError
+
+
+class OptimizerKind(NamedTuple):
+    """Class (module:name), learning-rate scaling that auto means, and options that not all optimizers take."""
+
+    path: str
+    scaling: Literal["linear", "sqrt"]
+    options: tuple[str, ...] = ()
+
+
+# A step of the adaptive optimizers does not grow with the gradient: they scale by sqrt.
+OPTIMIZERS = {
+    "sgd": OptimizerKind("ringtrain.optim.optimizers:SGD", "linear", ("momentum", "nesterov")),
+    "adam": OptimizerKind("keras.optimizers:Adam", "sqrt"),  # arXiv 1412.6980
+    "adamw": OptimizerKind("keras.optimizers:AdamW", "sqrt"),  # arXiv 1711.05101
+    "lamb": OptimizerKind("keras.optimizers:Lamb", "sqrt"),  # arXiv 1904.00962
+    "lars": OptimizerKind("ringtrain.optim.optimizers:LARS", "linear", ("momentum", "trust_coefficient")),
+}
+"""Optimizers by name: what options and derived numbers must know of each, without TensorFlow."""
 
 
 def _optimizer_with(option: str) -> Need:

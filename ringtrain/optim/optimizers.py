@@ -1,4 +1,4 @@
-"""Optimizers of ringtrain's own, and how the configured one is built with its schedule; names: optimizer_kinds."""
+"""Optimizers of ringtrain's own, and how the configured one is built with its schedule; names: config/sections.py."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from keras import ops
 
 from ringtrain.config.derived import Numbers
 from ringtrain.config.files import find
-from ringtrain.config.optimizer_kinds import OPTIMIZERS
-from ringtrain.config.sections import Config
+from ringtrain.config.sections import OPTIMIZERS, Config
 from ringtrain.optim.schedules import Schedule, schedule_of
 
 

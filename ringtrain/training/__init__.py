@@ -21,7 +21,6 @@ step:           one step of ranks that have a state of their own
 summed_step:    one step of ranks that share all state
 sums:           what is summed over the ranks with the gradients
 uneven:         losses and metrics of a whole batch, from ranks with different numbers of rows, masks or weights
-kept_gradients: gradients of a part, kept in place of an update
 virtual_ranks:  the same bits on any number of ranks
 metric_results: metrics of a step, as Keras names them
 evaluation:     metrics over all ranks, equal to those of one process

@@ -15,8 +15,7 @@ import numpy as np
 from ringtrain import hvd
 from ringtrain.checkpoint.checkpoint import Checkpoint
 from ringtrain.config.derived import Numbers
-from ringtrain.config.optimizer_kinds import OPTIMIZERS
-from ringtrain.config.sections import Config, option_types, value_of
+from ringtrain.config.sections import OPTIMIZERS, Config, option_types, value_of
 from ringtrain.errors import ConfigError
 from ringtrain.hvd.keras_patches import innermost, layers_of
 from ringtrain.hvd.model_parallel.columns import is_part

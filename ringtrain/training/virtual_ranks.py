@@ -25,8 +25,7 @@ from ringtrain.errors import ConfigError, OutOfSync
 from ringtrain.hvd.keras_patches import reduction_of
 from ringtrain.hvd.reduction import scaled
 from ringtrain.hvd.step_timing import PLACE
-from ringtrain.training.kept_gradients import LossIsKnown
-from ringtrain.training.summed_step import SummedStep
+from ringtrain.training.summed_step import LossIsKnown, SummedStep
 from ringtrain.training.sums import StepResult, reduced_by_dtype
 
 
