@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Measures ringtrain on the GPUs of this host, in about half an hour, and writes a page in Markdown.
+# Tries and measures ringtrain on the GPUs of this host, in about half an hour, and writes a page in Markdown.
 #
 #     benchmarks/gpu.sh [PAGE]                                    # gpu.md
-#     MODEL=cnn BATCH=8 SIZE=28 TURNS=1 STEPS=5 benchmarks/gpu.sh # a trial of the script itself, also without a GPU
+#     MODEL=cnn BATCH=8 SIZE=28 TURNS=1 STEPS=5 MINUTES=0.5 benchmarks/gpu.sh   # a trial of the script itself, also without a GPU
 #
 # In an environment with ringtrain and TensorFlow for GPUs (docs/installation.md), from a checkout. A command that fails is
 # on the page as well; the exit code is then 1.
@@ -12,6 +12,7 @@ set -uo pipefail
 page=$(realpath "${1:-gpu.md}")
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 model=${MODEL:-resnet50} batch=${BATCH:-64} size=${SIZE:-224} turns=${TURNS:-3} steps=${STEPS:-40}
+minutes=${MINUTES:-5}
 gpus=$(python -c 'import tensorflow as tf; print(len(tf.config.list_physical_devices("GPU")))') || exit
 ranks=$((gpus ? gpus : 2))
 hosts=localhost:$ranks
@@ -42,6 +43,11 @@ section() {
 
 section 'Set-up' ringtrain doctor
 section 'Smoke test' ringtrain train -H "$hosts" --run.directory "$scratch/runs" --data.name digits --model.name cnn --train.epochs 3
+# Results before speed: equal to one process, also after a kill, and where two ranks share a GPU; random jobs against Keras.
+proof=(python -m ringtrain.train --data.name digits --model.name cnn --run.directory "$scratch/runs")
+((ranks == 1)) || section 'Proof' ringtrain prove -np "$ranks" -H "$hosts" -- "${proof[@]}"
+section 'Proof, ranks that share a GPU' ringtrain prove -np $((2 * ranks)) -H localhost:$((2 * ranks)) -- "${proof[@]}" --device.share-gpus
+section 'Jobs drawn from seeds' python tests/fuzz/run.py --minutes "$minutes" --no-shrink
 section 'Allreduce' ringtrain bench allreduce -H "$hosts" --turns "$turns"
 if ((gpus)); then
     section 'Topology' nvidia-smi topo -m
