@@ -16,11 +16,10 @@ import tensorflow as tf
 import ringtrain
 from ringtrain import hvd
 from ringtrain.config.sections import CheckpointConfig, Config, HealthConfig, RunConfig, TrackingConfig
-from ringtrain.errors import ConfigError, DataError, NonFiniteLoss
+from ringtrain.errors import ConfigError, NonFiniteLoss
 from ringtrain.hvd.process import PROCESS
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT
-from ringtrain.training import identity
 
 RANDOM = np.random.default_rng(0)
 X, Y = RANDOM.normal(size=(100, 6)), RANDOM.normal(size=(100, 3))
@@ -66,8 +65,6 @@ class History(keras.callbacks.Callback):
         self.losses = [logs["loss"]]
 
 
-
-
 def test_an_epoch_that_a_callback_had_ended_before_a_kill_has_its_end(tmp_path: Path) -> None:
     """The end of the epoch is not saved yet, but the step after which training stops is."""
 
@@ -107,10 +104,52 @@ def test_further_epochs_under_the_same_name(tmp_path: Path) -> None:
     assert history.history == expected.history and history.checksum == expected.checksum
 
 
+def test_another_run_under_a_taken_name_is_refused_with_what_differs(tmp_path: Path) -> None:
+    """Names, first weights and seeds of layers do not count. The refused model and the run keep their weights."""
+    dense, dropout = keras.layers.Dense, keras.layers.Dropout
+
+    def model(*layers: Any, optimizer: Any = None, metric: str = "mae") -> keras.Model:
+        layers = layers or (dense(8, "relu"), dropout(0.2))
+        made = keras.Sequential([keras.Input((6,)), *layers, dense(3)])
+        made.compile(optimizer or keras.optimizers.Adam(0.01), "mse", metrics=[metric])
+        return made
+
+    regularized = dense(8, "relu", kernel_regularizer=keras.regularizers.L2(0.1))
+    checksum = _fit(model(), tmp_path, name="one", epochs=1).checksum
+    cases: tuple[tuple[str, keras.Model, dict[str, Any]], ...] = (
+        ("another training data", model(), {"x": X + 1}),
+        ("training samples 100, this run has 50", model(), {"x": X[:50], "y": Y[:50]}),
+        ("steps of an epoch 4, this run has 2", model(), {"steps_per_epoch": 2}),
+        ("shuffle True, this run has False", model(), {"shuffle": False}),
+        (r"metrics \[mae\], this run has \[mse\]", model(metric="mse"), {}),
+        ("beta_1=0.9.*, this run has Adam.*beta_1=0.5", model(optimizer=keras.optimizers.Adam(0.01, beta_1=0.5)), {}),
+        ("activation=relu.*, this run has Dense.activation=gelu", model(dense(8, "gelu"), dropout(0.2)), {}),
+        ("layer 2 Dropout.rate=0.2., this run has", model(dense(8, "relu"), dropout(0.5)), {}),
+        ("kernel_regularizer=L2.l2=0.1", model(regularized, dropout(0.2)), {}),
+    )
+    for words, other, more in cases:
+        before = other.get_weights()
+        with pytest.raises(
+            ConfigError, match=f"was made with .*{words}.*: give fit another name; .* of its model.keras"
+        ):
+            _fit(other, tmp_path, name="one", epochs=2, **more)
+        assert all(map(np.array_equal, before, other.get_weights()))
+    alike = model(dense(8, "relu", name="other", kernel_initializer="zeros"), dropout(0.2, seed=3))
+    assert _fit(alike, tmp_path, name="one", epochs=1).checksum == checksum
+    further = keras.models.load_model(tmp_path / "one" / "model.keras")
+    further.compile(keras.optimizers.Adam(0.01), "mae")
+    assert _fit(further, tmp_path, name="two", x=X[:50], y=Y[:50], epochs=2).epoch == [0, 1]
 
 
+def test_another_content_of_a_dataset_is_refused(tmp_path: Path) -> None:
+    def fit(x: Any) -> None:
+        batches = tf.data.Dataset.from_tensor_slices((x, Y)).shuffle(9, seed=1).batch(50)
+        _fit(_model(), tmp_path, name="folds", x=batches, y=None, batch_size=None, epochs=1)
 
-
+    fit(X)
+    fit(X)
+    with pytest.raises(ConfigError, match="was made with another content of the training data: "):
+        fit(X + 1)
 
 
 class Unregistered(keras.layers.Layer):
@@ -141,7 +180,7 @@ def test_a_second_start_gives_the_weights_of_the_result(tmp_path: Path, make: An
         model = keras.Sequential([keras.Input((6,)), make(), keras.layers.Dense(3)])
         model.compile("adam", "mse")
         best = keras.callbacks.EarlyStopping("loss", patience=9, min_delta=10, restore_best_weights=True)
-        history = _fit(model, tmp_path, best, *more, name=name, epochs=3)
+        history = _fit(model, tmp_path, best, History(), *more, name=name, epochs=3)
         return model.get_weights(), history
 
     expected, history = fit("whole")
@@ -231,10 +270,6 @@ def test_a_weight_that_begins_with_infinity_is_saved(tmp_path: Path) -> None:
         fit("diverges", 1e30)
 
 
-
-
-
-
 class Largest(keras.metrics.Metric):
     """A state that is no sum."""
 
@@ -277,6 +312,9 @@ def test_what_may_not_be_as_in_one_process_is_named() -> None:
 
     sums = ["mae", "accuracy", keras.metrics.AUC(), keras.metrics.F1Score(), keras.metrics.R2Score()]
     assert found([], "mse", sums) == []
+    assert found([keras.layers.Reshape((6, 1)), keras.layers.GRU(4)], "mse", sums) == []
+    (random,) = found([keras.layers.Reshape((6, 1)), keras.layers.GRU(4, dropout=0.2)], "mse", sums)
+    assert random.startswith("random layers")
     (largest,) = found([], "mse", [*sums, Largest()])
     assert largest.startswith("the states of largest are added up")
     layers = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.1)]
@@ -284,5 +322,3 @@ def test_what_may_not_be_as_in_one_process_is_named() -> None:
     assert normalized.startswith("batch normalization") and random.startswith("random layers")
     assert loss.startswith("the loss of") and "whole batch" in loss
     assert step.startswith("OwnStep.train_step gets each rank's rows")
-
-
