@@ -23,8 +23,8 @@ from ringtrain.errors import ConfigError, DataError
 pytestmark = pytest.mark.slow
 
 
-def _ids(num_rows: int = 50) -> tf.data.Dataset:
-    return tf.data.Dataset.range(num_rows).shuffle(20, seed=7).batch(8).map(lambda rows: {"id": rows})
+def _ids() -> tf.data.Dataset:
+    return tf.data.Dataset.range(50).shuffle(20, seed=7).batch(8).map(lambda rows: {"id": rows})
 
 
 def _stream(x: Any, steps: int | None = None, epochs: int = 3, **more: Any) -> data.Stream:
