@@ -227,6 +227,10 @@ def test_one_job_writes_at_a_time(tmp_path, monkeypatch, capfd):
     capfd.readouterr()
     Mirror(str(tmp_path), "r").close()
     assert "waiting" not in capfd.readouterr().err, "the first has given it up"
+    (tmp_path / "file").write_text("")
+    for place, said in (("nonsense://bucket/runs", "nonsense"), (str(tmp_path / "file"), "cannot be")):
+        with pytest.raises(DataError, match=said):
+            Mirror(place, "r")
 
 
 def test_a_job_that_copies_a_large_file_is_not_taken_for_lost(tmp_path, monkeypatch):
@@ -269,6 +273,10 @@ def test_a_job_that_is_no_longer_the_writer_copies_nothing_more(tmp_path):
     copy = Mirror(str(there.parent), "r")
     copy.finish(run)
     (there / WRITER).write_text(writer("x"))
+    end_s = time.monotonic() + 60
+    while not copy.lost_to and time.monotonic() < end_s:  # it notices between checkpoints
+        time.sleep(0.01)
+    assert copy.lost_to == "process 2 on b"
     saved(run, 20)
     with pytest.raises(RunDirectoryError, match="taken over by process 2 on b"):
         copy.finish(run)
@@ -277,16 +285,6 @@ def test_a_job_that_is_no_longer_the_writer_copies_nothing_more(tmp_path):
     copy.close()
     assert steps_in(there) == names(10)
     assert (there / WRITER).read_text() == writer("x"), "it is the other job's"
-
-
-def test_a_job_notices_between_checkpoints_that_it_is_no_longer_the_writer(tmp_path):
-    copy = Mirror(str(tmp_path), "r")
-    (tmp_path / "r" / WRITER).write_text(writer("x"))
-    end_s = time.monotonic() + 60
-    while not copy.lost_to and time.monotonic() < end_s:
-        time.sleep(0.01)
-    assert copy.lost_to == "process 2 on b"
-    copy.close()
 
 
 def test_a_slow_copy_is_completed_although_the_run_removes_the_checkpoint(tmp_path, monkeypatch):
@@ -336,31 +334,3 @@ def test_a_copy_that_fails_is_said_and_tried_again(tmp_path, capsys, monkeypatch
     copy.finish(run)  # an earlier error is no error of the end
     copy.close()
     assert steps_in(there) == names(10)
-
-
-def test_what_cannot_be_removed_does_not_end_the_run(tmp_path, monkeypatch):
-    run, there = saved(tmp_path / "runs" / "r", 10), tmp_path / "there"
-    copy = Mirror(str(there), "r")
-    copy.finish(run)
-
-    def refused(path):
-        raise PermissionError(13, "Access Denied")
-
-    monkeypatch.setattr(copy.store, "rm_file", refused)
-    removed(saved(run, 20), 10)
-    copy.finish(run)
-    assert len(copy.failures) == 1 and "step-00000010: cannot be removed: " in copy.failures[0]
-    assert steps_in(there / "r") == names(10, 20)
-    monkeypatch.undo()
-    saved(run, 30)
-    copy.finish(run)
-    copy.close()
-    assert steps_in(there / "r") == names(20, 30)
-
-
-def test_what_cannot_be_written_or_reached_is_said_at_the_start(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be"):
-        Mirror(str(tmp_path / "file"), "r")
-    with pytest.raises(DataError, match="nonsense"):
-        Mirror("nonsense://bucket/runs", "r")
