@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import statistics
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ringtrain.monitor.diagnosis import (
     FIRST_STEPS_S,
-    STACKS_TIMEOUT_S,
     Row,
     Stalls,
     Times,
     blocking_ranks,
-    idle_s,
     limit_s,
     report,
     warning_s,
@@ -54,12 +48,6 @@ def test_who_keeps_the_others_waiting(case: str) -> None:
     assert [one.rank for one in blocking_ranks(rows)] == expected
 
 
-def test_a_stall_is_a_time_without_progress_on_any_rank() -> None:
-    assert idle_s([row(0), row(1, idle_s=0.5)]) == 0.5
-    assert idle_s([row(0), row(1, idle_s=1.0, silent_s=9.0)]) == 10
-    assert idle_s([row(0), row(1, idle_s=0.0, is_done=True)]) == 12, "who has left makes no progress"
-
-
 def test_the_stall_timeout_is_at_least_20_median_steps() -> None:
     steady = [row(0, times=Times(step_s=1.0)), row(1, times=Times(step_s=2.0))]
     assert limit_s(steady, 5) == 40, "20 times the median step"
@@ -88,53 +76,28 @@ def test_a_run_is_warned_about_once_asked_for_stacks_and_ended() -> None:
 
     stalls = Stalls(20)
     assert stalls.look(at(9), 0.0) == stalls.look(at(9), 1.0) and stalls.asked(at(9)) is None
-    warned = stalls.look(at(11), 2.0)
-    assert (
-        warned.warning == "rank 1 on host1 has made no progress for 11 s: at step 20, in input; ranks 0, 2 wait for it"
-    )
+    assert stalls.look(at(11), 2.0).warning.startswith("rank 1 on host1 has made no progress for 11 s: at step 20")
     assert not stalls.look(at(12), 3.0).warning, "once"
     assert not stalls.look(at(21), 12.0).stall and stalls.asked(at(21)) == [1], "its stacks come first"
-    assert not stalls.look(at(22), 13.0).stall
     ended = stalls.look(at(23, "in read"), 14.0)
     assert ended.stall.endswith("\nin read") and [one.rank for one in ended.blocking] == [1]
-    assert stalls.look(at(23), 12.5 + STACKS_TIMEOUT_S).stall, "a rank that cannot send them is not waited for"
     assert not stalls.look(at(1), 20.0).stall and stalls.asked(at(1)) is None, "there was progress"
     assert stalls.look(at(11), 30.0).warning, "anew"
-
-
-def test_rank_1_reports_that_rank_0_is_silent_and_the_others_later() -> None:
-    stalls = Stalls(20)
-    rows = [row(0, "save", idle_s=0.0, silent_s=21.0), row(1, idle_s=21.0)]
-    assert stalls.has_lost_rank_0(rows, 1) and not stalls.has_lost_rank_0(rows, 2)
-    assert not stalls.has_lost_rank_0([row(0, idle_s=21.0), rows[1]], 1), "it has a heartbeat"
 
 
 @pytest.mark.parametrize(
     ("saw", "words"),
     [
         ({}, "at step 20, last heartbeat in compute of step 17: its host or the network"),
-        (
-            {"state": "T", "step": 19, "phase": "save"},
-            "at step 19, in save; no heartbeat: its process is stopped",
-        ),
-        ({"state": "T"}, "at step 20, in compute; no heartbeat: its process is stopped"),
+        ({"state": "T", "step": 19, "phase": "save"}, "at step 19, in save; no heartbeat: its process is stopped"),
         ({"state": ""}, "its process has exited"),
-        (
-            {"state": "R", "step": 20, "phase": "step"},
-            "in input, compute or reduce; no heartbeat: its process runs",
-        ),
+        ({"state": "R", "step": 20, "phase": "step"}, "in input, compute or reduce; no heartbeat: its process runs"),
     ],
 )
 def test_a_rank_that_does_not_answer_is_seen_by_another_of_its_host(saw: dict, words: str) -> None:
     rows = [row(0, saw={"1": saw} if saw else {}), row(1, "compute", step=17, silent_s=9.0, idle_s=0.0)]
     said = report(rows, blocking_ranks(rows))
-    assert said.startswith("rank 1 on host1 has made no progress for 9 s: ")
-    assert words in said
-
-
-def test_a_row_is_the_same_after_its_journey() -> None:
-    sent = row(1, "input", times=times(30), saw={"2": {"state": "T"}})
-    assert Row.from_json(json.loads(json.dumps(dataclasses.asdict(sent)))) == sent
+    assert said.startswith("rank 1 on host1 has made no progress for 9 s: ") and words in said
 
 
 def test_a_straggler_is_measured_by_its_own_time_against_the_others() -> None:
@@ -149,33 +112,6 @@ def test_a_straggler_is_measured_by_its_own_time_against_the_others() -> None:
     assert stragglers([row(0, times=times(30, "input")), row(1, times=times(20))], 1.4)[0][0].rank == 0
     fast = [row(rank, times=times(10)) for rank in range(3)]
     assert [slow.rank for slow, _, _ in stragglers([*fast, row(3, times=times(20))], 1.5)] == [3]
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 9) | st.floats(0.1, 100), min_size=2, max_size=9), st.floats(1.01, 3))
-def test_stragglers_are_those_beyond_the_median_of_the_others(own_ms: list[float], factor: float) -> None:
-    rows = [row(rank, times=times(ms)) for rank, ms in enumerate(own_ms)]
-    own_s = [ms / 1000 for ms in own_ms]
-    expected = {}
-    for rank, seconds in enumerate(own_s):
-        usual_s = statistics.median(own_s[:rank] + own_s[rank + 1 :])
-        if seconds > max(factor * usual_s, usual_s + 0.002):
-            expected[rank] = pytest.approx(seconds / usual_s)
-    assert {slow.rank: ratio for slow, _, ratio in stragglers(rows, factor)} == expected
-
-
-def test_a_thousand_ranks_are_compared_by_sorting_them_once() -> None:
-    class Counted(float):
-        comparisons = 0
-
-        def __lt__(self, other: float) -> bool:
-            Counted.comparisons += 1
-            return float(self) < float(other)
-
-    own_s = [Counted(1 + rank % 7 / 100) for rank in range(1000)]
-    rows = [row(rank, times=Times(own_s=seconds, num_steps=50)) for rank, seconds in enumerate(own_s)]
-    assert stragglers(rows, 1.5) == []
-    assert Counted.comparisons < 100_000, "the square of the ranks is a million"
 
 
 def test_a_rank_is_named_once_when_it_has_been_slow_for_long_enough() -> None:
