@@ -44,19 +44,6 @@ def test_every_row_once_per_epoch(num_rows: int, batch_size: int, size: int) -> 
     assert sorted(trained) == list(range(num_rows))
 
 
-def test_an_iterator_that_serves_all_epochs_has_the_batches_of_each() -> None:
-    """Also from a step within the first of them on, and with a last, uneven batch."""
-    arrays = data.Arrays({"id": np.arange(99)}, shuffle=True)
-    batches = data.RowBatches(arrays, 25, data.Parts.of_rank(1, 2), 5, num_epochs=4)
-    found, iterators = [], []
-    for epoch, first_step in ((1, 2), (2, 0), (3, 0)):
-        iterators.append(batches(epoch, first_step))
-        found += [next(iterators[-1])[1]["id"].numpy().tolist() for _ in range(4 - first_step)]
-    alone = [_epoch(99, 25, 2, epoch, first_step, shuffle=True) for epoch, first_step in ((1, 2), (2, 0), (3, 0))]
-    assert found == [ranks[1][1].tolist() for steps in alone for ranks in steps]
-    assert iterators[0] is iterators[2] and next(iterators[0], None) is None
-
-
 def test_epochs_that_share_a_pass() -> None:
     """Of 4 batches, the last of them with an uneven number of rows, 2 in each epoch; also from a step on."""
 
@@ -140,6 +127,7 @@ def test_rows_of_large_arrays_are_those_of_tensors(dtype: str, tmp_path: Path, m
     checksum, of_tensors, _ = found()
     monkeypatch.setattr("ringtrain.data.arrays.LARGE", 1)
     own_checksum, rows, num_large = found()
-    assert num_large == 2 and own_checksum == checksum
+    assert num_large == (0 if dtype == ">f4" else 2), "TensorFlow takes the processor's byte order alone"
+    assert own_checksum == checksum
     for row, of_tensor in zip(rows, of_tensors, strict=True):
         assert row.dtype == of_tensor.dtype and np.array_equal(row, of_tensor)

@@ -67,6 +67,7 @@ BAD_FILES = {
     "[model]\nlabel_smoothing = 1": "model.label_smoothing: got 1.0, expected 0 up to 1, 1 excluded",
     "[model]\nsplit = 'layers:1'": "model.split: got layers:1, expected layers:2, columns:2, ...",
     "[model]\nmicro_batches = 8\n[train]\nbatch_size = 4": "model.micro_batches: got 8, expected no more than ",
+    "[train]\nvirtual_ranks = 3": "train.virtual_ranks: got 3, expected 0, or 1, 2, 4, ... up to 4096",
     "[schedule]\npower = nan": "schedule.power: got nan, expected a number above 0",
     "[train": "not TOML: ",
 }

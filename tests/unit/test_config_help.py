@@ -89,24 +89,6 @@ def test_values_of_a_file_are_shown_as_defaults(tmp_path: Path, capsys: pytest.C
     assert "(default: 77)" in capsys.readouterr().out
 
 
-def test_train_shows_the_trainers_options_before_those_of_launch(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--help"], ["-np", "2", "-h"], ["--config", str(ROOT / "configs" / "digits.toml"), "--help"]):
-        assert cli.main(["train", *words]) == 0
-        text = capsys.readouterr().out
-        assert text.index("--data.name") < text.index("-np N") < text.index("sections:")
-        assert "--spark-conf" not in text
-    assert cli.main(["train", "--help", "schedule"]) == 0
-    assert flags(capsys.readouterr().out)[0] == "--schedule.name"
-
-
-def test_own_options_come_before_those_of_launch(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["sweep", "--help"])
-    own, launch = capsys.readouterr().out.split("\noptions of ringtrain launch:\n")
-    assert "  --space " in own and "  --hostfile" not in own
-    assert "  --hostfile" in launch and "  --space " not in launch
-
-
 # ---- completion -----------------------------------------------------------------------------------------------------
 
 COMPLETED = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from types import SimpleNamespace
 
@@ -126,23 +125,8 @@ def test_a_wrapper_of_a_bound_rank_is_not_taken_for_its_launcher(monkeypatch, tm
     assert cores.count_cores(tmp_path / "missing") == (2, 4)
 
 
-class FakeDriver:
-    """The functions of the CUDA driver that are called, for a host with one GPU of 80 GB."""
-
-    def cuInit(self, flags):
-        return 0
-
-    def cuDeviceGet(self, device, index):
-        ctypes.cast(device, ctypes.POINTER(ctypes.c_int))[0] = 7
-        return 0 if index == 0 else 101
-
-    def cuDeviceGetUuid(self, uuid, device):
-        ctypes.memmove(uuid, bytes(range(16)), 16)
-        return 0
-
-
-def test_a_gpu_is_known_by_its_uuid_else_by_its_place_on_the_host():
-    assert identity(Pinning(gpu=0), {}, FakeDriver()) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
-    assert identity(Pinning(gpu=1), {}, FakeDriver()) == "GPU 1"
-    assert identity(Pinning(gpu=1), {"CUDA_VISIBLE_DEVICES": "2,GPU-abc"}, FakeDriver()) == "GPU GPU-abc"
+def test_a_gpu_is_known_by_its_place_on_the_host_if_the_driver_tells_no_uuid():
+    driver = SimpleNamespace(cuInit=lambda flags: 100)
+    assert identity(Pinning(gpu=1), {}, driver) == "GPU 1"
+    assert identity(Pinning(gpu=1), {"CUDA_VISIBLE_DEVICES": "2,GPU-abc"}, driver) == "GPU GPU-abc"
     assert identity(Pinning(num_threads=2)) == ""

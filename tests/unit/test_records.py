@@ -112,26 +112,6 @@ def test_the_order_is_that_of_any_number_of_ranks_and_goes_on_within_an_epoch(fo
     assert late == whole[5:] and num_late < num_read
 
 
-def test_blocks_are_dropped_at_the_limit_but_not_before_they_are_used() -> None:
-    read: list[int] = []
-
-    def block(number: int) -> list[Any]:
-        read.append(number)
-        return [np.full(100, number, np.int64)]
-
-    cache = BlockCache(block, max_blocks=5)
-    for number in range(20):
-        cache.start([number + 1, number + 2])
-        assert cache.take([number])[number][0][0] == number
-    cache.take([20, 21])
-    assert sorted(read) == [*range(22)]
-    assert len(cache._blocks) <= 5
-    cache.take([0])
-    assert read[-1] == 0  # was dropped
-    together = cache.take(range(30, 40))  # more than the limit
-    assert [int(together[number][0][0]) for number in range(30, 40)] == list(range(30, 40))
-
-
 @pytest.mark.parametrize("batch_size", [8, 512])
 def test_texts_count_in_memory_and_blocks_are_read_once(
     tmp_path: Path, batch_size: int, monkeypatch: pytest.MonkeyPatch
@@ -168,20 +148,6 @@ def test_nothing_stays_of_records_that_are_deleted(folder: Path) -> None:
     for thread in readers() - before:
         thread.join(30)
     assert alive() is None and not readers() - before
-
-
-def test_a_block_that_could_not_be_read_is_tried_again() -> None:
-    errors = [DataError("the network is down")]
-
-    def read(number: int) -> list[Any]:
-        if errors:
-            raise errors.pop()
-        return [np.zeros(1)]
-
-    cache = BlockCache(read, max_blocks=1)
-    with pytest.raises(DataError, match="down"):
-        cache.take([1])
-    assert cache.take([1])[1][0] == 0
 
 
 def test_one_process_evaluates_rows_of_files(folder: Path) -> None:
