@@ -205,6 +205,7 @@ def test_weights_and_metrics_are_those_of_keras_fit(start: Any, source: str, tmp
 def test_forms_of_data_and_targets(start: Any, source: str, model: str, options: tuple[str, ...]) -> None:
     _, summary = start(source, model, *options)
     assert "accuracy" in summary["metrics"] or "bce" not in options
+    assert "mae" in summary["metrics"] or model != "unbuilt", "which it compiles itself"
     assert np.isfinite(summary["metrics"]["loss"]) and summary["global_step"] == summary["numbers"]["num_steps"]
     assert ("test_loss" in summary["metrics"]) == (source not in ("alone", "generated"))
     if "categorical_crossentropy" in options:  # of logits, as ringtrain's models return them
@@ -234,6 +235,8 @@ def test_arrays_of_a_file(start: Any, tmp_path: Path) -> None:
         ("batches", "dense", (*MSE, "--optimizer.learning-rate-scaling", "linear"), "bring their own batches"),
         ("seldom", "dense", (*MSE, "--train.patience", "1"), "got test_loss, but .*seldom .* after each epoch"),
         ("texts", "dense", MSE, "texts: Invalid dtype: str"),
+        ("alone", "unbuilt", ("--optimizer.name", "lamb"), "returns a compiled model: compile it there"),
+        ("alone", "unbuilt", ("--model.metrics", "top-5"), "returns a compiled model: compile it there"),
         ("one_hot", "with_fit", MSE, "returns a OwnFit, which has a fit of its own"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import ringtrain
-from ringtrain.config.sections import OF_SCRIPT, Config, option_types
+from ringtrain.config.sections import OF_SCRIPT, option_types
 from ringtrain.errors import ConfigError, DataError, RingtrainError
 
 X, Y = np.zeros((8, 3)), np.zeros((8, 1))
@@ -136,41 +136,3 @@ def test_a_rank_that_calls_it_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_options_that_it_takes_exist() -> None:
     known = option_types()
     assert all(any(name.startswith(option) for name in known) for option in OF_SCRIPT)
-
-
-def _built(name: str, **options: Any) -> tuple[keras.Model, dict[str, str]]:
-    from ringtrain import hvd, strategies
-    from ringtrain.config.derived import derive
-    from ringtrain.config.sections import with_values
-    from ringtrain.data.classes import checked
-    from ringtrain.training import configured
-
-    hvd.init()
-    config = with_values(Config(), {"model.name": f"{__name__}:{name}", **options})
-    data_set = checked("zeros", (np.zeros((64, 4)), np.arange(64) % 3), (np.zeros((9, 4)), np.arange(9) % 3))
-    numbers = derive(config, 1, 64, 9)
-    return configured.compiled_model(configured.find(config), data_set, config, numbers, strategies.make(config))
-
-
-def compiled_here(input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    model = keras.Sequential([keras.Input(input_shape), keras.layers.Dense(num_classes + 2, activation="softmax")])
-    loss = keras.losses.SparseCategoricalCrossentropy()
-    model.compile(keras.optimizers.RMSprop(0.02), loss, metrics=["sparse_top_k_categorical_accuracy"])
-    return model
-
-
-def test_a_compiled_model_keeps_loss_metrics_and_optimizer() -> None:
-    model, plan = _built("compiled_here")
-    assert type(model.optimizer).__name__ == "RMSprop"
-    assert (
-        isinstance(model.loss, keras.losses.SparseCategoricalCrossentropy)
-        and not model.loss.get_config()["from_logits"]
-    )
-    assert plan.pop("targets") == "3 integer classes; for other targets, return floats"
-    assert plan == {"learning rate": f"0.02 (RMSprop, as {__name__}:compiled_here compiles it)"}
-
-
-@pytest.mark.parametrize("option", [{"model.metrics": ("top-5",)}, {"optimizer.name": "lamb"}])
-def test_options_that_belong_into_its_compile_are_refused(option: dict[str, Any]) -> None:
-    with pytest.raises(RingtrainError, match="returns a compiled model: compile it there"):
-        _built("compiled_here", **option)

@@ -49,7 +49,6 @@ ENDINGS = {
     "exception": ("raise OSError('disk full')", 1, "OSError: disk full\n"),
     "crash": ("os.write(2, b'last words\\n')\nos.abort()", -signal.SIGABRT, "last words\n"),
     "killed": ("os.write(2, b'last words\\n')\nos.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, "last words\n"),
-    "watched twice": ("log_capture.watch()\nprint('hello', file=sys.stderr)", 0, "hello\n"),
     "watcher killed": (
         "watcher = int(open(f'/proc/self/task/{os.getpid()}/children').read())\nos.kill(watcher, signal.SIGKILL)\n"
         "os.waitid(os.P_PID, watcher, os.WEXITED | os.WNOWAIT)\nsys.stderr.write('half a line')",

@@ -7,19 +7,15 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from ringtrain.checkpoint import checkpoint, mirror
 from ringtrain.checkpoint.mirror import WRITER, Mirror
-from ringtrain.checkpoint.run_folder import RunLock
-from ringtrain.config.sections import Config, RunConfig
 from ringtrain.errors import CheckpointError, DataError, RunDirectoryError
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT
-from ringtrain.training import run_files
 
 
 @pytest.fixture(autouse=True)
@@ -185,36 +181,6 @@ def test_what_is_not_copied_within_the_grace_is_said(tmp_path, monkeypatch):
     again.finish(run)
     again.close()
     assert steps_in(there / "r") == names(10, 20)
-
-
-def test_another_rank_of_the_job_takes_over(tmp_path, monkeypatch, capfd):
-    """With another disk: its own files stay, and the checkpoints of the first follow."""
-    monkeypatch.setenv(ATTEMPT, Attempt(job="j").to_json())
-    first, there = saved(tmp_path / "1" / "r", 10, 20), tmp_path / "there"
-    copy = Mirror(str(there), "r")
-    copy.finish(first)
-    job = SimpleNamespace(numbers=Config().train)
-    run = SimpleNamespace(config=Config(run=RunConfig(name="r", mirror=str(there))), lock=RunLock(), job=job)
-    folder = tmp_path / "2" / "r"
-    (folder / "logs").mkdir(parents=True)
-    (folder / "logs" / "rank-1.log").write_text("own")
-    run_files.take_over(run, folder, "")
-    assert steps_in(folder) == names(10, 20) and (folder / "metrics.jsonl").read_text() == "20\n"
-    assert (folder / "logs" / "rank-1.log").read_text() == "own"
-    saved(first, 25)
-    with pytest.raises(RunDirectoryError, match="taken over by process"):
-        copy.finish(first)
-    copy.close()
-    run.lock.mirror.finish(saved(folder, 30))
-    run.lock.release()
-    assert steps_in(there / "r") == names(10, 20, 30) and not (there / "r" / WRITER).exists()
-
-    shutil.rmtree(there)
-    there.write_text("no folder")
-    run_files.take_over(run, folder, "")
-    assert run.lock.mirror is None
-    assert "nothing more is copied there" in capfd.readouterr().err
-    run.lock.release()
 
 
 def test_one_job_writes_at_a_time(tmp_path, monkeypatch, capfd):

@@ -56,16 +56,6 @@ def test_resnet20_is_that_of_he_et_al():
     assert model.layers[-2].input.shape == (None, 8, 8, 64)
 
 
-def test_resnet20s_shortcut_takes_every_second_pixel_and_adds_channels_of_zeros():
-    model = build("resnet20", (8, 8, 3))
-    pick, pad = (next(op for op in model.operations if type(op).__name__ == name) for name in ("GetItem", "Pad"))
-    x = np.random.default_rng(0).normal(size=(2, 8, 8, 16)).astype(np.float32)
-    thinned = np.asarray(keras.Model(pick.input, pad.output)(x))
-    assert thinned.shape == (2, 4, 4, 32)
-    assert np.array_equal(thinned[..., 8:24], x[:, ::2, ::2])
-    assert not thinned[..., :8].any() and not thinned[..., 24:].any()
-
-
 def test_resnet50_is_that_of_goyal_et_al():
     model = build("resnet50", (224, 224, 3), 1000)
     assert num_trainable(model) == 25_557_032

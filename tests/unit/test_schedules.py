@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ringtrain.config.derived import derive
@@ -59,15 +59,6 @@ def test_every_step_has_the_rate_of_the_formula(schedule, data):
     assert float(schedule.rate(step)) == pytest.approx(
         expected(schedule, step // schedule.accumulation_steps), rel=1e-12
     )
-
-
-@settings(max_examples=25)
-@given(schedules(), st.lists(st.integers(0, 2500), min_size=1, max_size=8))
-def test_keras_has_the_same_rates(schedule, steps):
-    keras_schedule = LearningRate(**dataclasses.asdict(schedule))
-    rates = keras_schedule(tf.constant(steps, tf.int64))
-    assert rates.dtype == tf.float32
-    assert np.allclose(rates, schedule.rate(np.array(steps)), rtol=1e-6, atol=1e-12)
 
 
 def test_steps_are_told_apart_beyond_the_numbers_that_float32_knows():
