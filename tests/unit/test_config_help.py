@@ -38,15 +38,6 @@ def flag_of(option: str) -> str:
 # ---- help -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_common_options_come_first_and_sections_follow(capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys, "--help")
-    assert len(help_texts.COMMON) == 10
-    assert flags(text) == ["--config", *map(flag_of, help_texts.COMMON)]
-    listed = re.findall(r"^  (\w+) {2,}\S", text.partition("sections:")[2], re.MULTILINE)
-    assert listed == [*help_texts.sections()]
-    assert text.index("common options:") < text.index("sections:")
-
-
 def test_each_section_has_its_options_and_all_sections_have_all(capsys: pytest.CaptureFixture[str]) -> None:
     options: list[str] = []
     for section in help_texts.sections():

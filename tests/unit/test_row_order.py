@@ -56,21 +56,6 @@ def test_any_steps_are_those_of_the_whole_order(arguments: tuple[Any, ...], data
         assert np.array_equal(order.rows(step, places), rows[step * batch : (step + 1) * batch][places])
 
 
-@given(lane_orders(), st.integers(1, 5))
-def test_parts_of_ranks_are_those_of_the_whole_order(arguments: tuple[Any, ...], size: int) -> None:
-    """Each rank has an order of its own, of which it asks its rows alone."""
-    rows, batch = whole(lane_order(*arguments)), arguments[2]
-    orders = [lane_order(*arguments) for _ in range(size)]
-    for step in range(orders[0].num_steps):
-        expected = rows[step * batch : (step + 1) * batch]
-        parts = []
-        for rank, order in enumerate(orders):
-            ((begin, end),) = Parts.of_rank(rank, size).bounds(len(expected))
-            if begin < end:
-                parts.append(order.rows(step, range(begin, end)))
-        assert np.array_equal(np.concatenate(parts), expected)
-
-
 def test_blocks_that_draw_from_one_generator_depend_on_the_steps_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the tests above."""
     draw = np.random.default_rng(0)

@@ -1,13 +1,12 @@
-"""The layers around a model's training step: their order, and what is left when they are gone."""
+"""What a model's training step assigns, and the layers around it that stay when a callback sets another step."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
+import keras
 
-keras = pytest.importorskip("keras")
-train_step = pytest.importorskip("ringtrain.hvd.train_step")
+from ringtrain.hvd import keras_patches, train_step
 
 
 def noting(seen: list[str], layer: str) -> Any:
@@ -23,12 +22,11 @@ def noting(seen: list[str], layer: str) -> Any:
 
 def test_weights_that_a_step_assigns_are_noted() -> None:
     """Not those that an optimizer updates."""
-    patches = pytest.importorskip("ringtrain.hvd.keras_patches")
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     kernel, bias = model.trainable_weights
     optimizer = keras.optimizers.SGD(0.1)
     assigned: list[Any] = []
-    with patches.assigned_weights(model.trainable_weights, assigned.append):
+    with keras_patches.assigned_weights(model.trainable_weights, assigned.append):
         optimizer.apply([keras.ops.ones_like(kernel), keras.ops.ones_like(bias)], [kernel, bias])
         assert not assigned
         bias.assign_add([1.0])
