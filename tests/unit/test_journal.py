@@ -47,6 +47,10 @@ def drop_a_commit(events: Events) -> None:
     events[:] = [e for e in events if not (e["event"] == "commit" and e["generation"] == "b" and e["global_step"] == 6)]
 
 
+def commit_of_earlier_steps(events: Events) -> None:
+    events.extend(commit("c", [1], 5))
+
+
 def go_back_less(events: Events) -> None:
     """As if what ranks that are lost have never made had counted."""
     for event in events:
@@ -62,7 +66,7 @@ def end_early(events: Events) -> None:
     events[-1]["global_step"] = 9
 
 
-TAMPERINGS = [drop_a_commit, go_back_less, forget_a_generation, end_early, list.pop]
+TAMPERINGS = [drop_a_commit, commit_of_earlier_steps, go_back_less, forget_a_generation, end_early, list.pop]
 
 
 @pytest.mark.parametrize("tamper", TAMPERINGS)
