@@ -91,14 +91,6 @@ def test_kinds_of_arrays() -> None:
     assert data.Arrays(x, dense).checksum() == data.Arrays(dict(x), dense).checksum()
 
 
-def test_pandas() -> None:
-    pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame({"a": [1.0, 2.0, 3.0], "b": [4.0, 5.0, 6.0]})
-    ((x, y),) = batches.of_rank(data.Arrays(frame, frame.a), 3)
-    assert x.numpy().tolist() == frame.to_numpy().tolist() and y.shape == (3, 1)
-    assert data.Arrays(frame, frame.a).checksum() != data.Arrays(frame, frame.b).checksum()
-
-
 def test_only_the_first_rows() -> None:
     some = data.Arrays(np.arange(10), shuffle=True).first(4)
     assert len(some) == 4 and sorted(np.concatenate(batches.of_rank(some, 3))) == [0, 1, 2, 3]

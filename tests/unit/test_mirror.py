@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,17 @@ def names(*steps: int) -> list[str]:
 
 def writer(token: str, job: str = "") -> str:
     return json.dumps({"host": "b", "process": 2, "job": job, "token": token, "time": 3})
+
+
+def before_each_file(monkeypatch, copy: Mirror, call: Callable[[], object]) -> None:
+    """Calls a function before each file that a mirror copies."""
+    put = copy.store.put_file
+
+    def called(path, to, **kwargs):
+        call()
+        put(path, to, **kwargs)
+
+    monkeypatch.setattr(copy.store, "put_file", called)
 
 
 def test_a_run_continues_where_its_disk_is_gone(tmp_path):
@@ -158,13 +170,8 @@ def test_what_is_not_copied_within_the_grace_is_said(tmp_path, monkeypatch):
     run, there = saved(tmp_path / "r", 10), tmp_path / "there"
     copy = Mirror(str(there), "r")
     copy.finish(run)
-    may_continue, put = threading.Event(), copy.store.put_file
-
-    def late(path, to, **kwargs):
-        may_continue.wait(60)
-        put(path, to, **kwargs)
-
-    monkeypatch.setattr(copy.store, "put_file", late)
+    may_continue = threading.Event()
+    before_each_file(monkeypatch, copy, lambda: may_continue.wait(60))
     saved(run, 20)
     expected = (
         rf"there/r: not all is copied, and the time to save is over \(--grace\): not there: {names(20)[0]};"
@@ -203,13 +210,8 @@ def test_a_job_that_copies_a_large_file_is_not_taken_for_lost(tmp_path, monkeypa
     """Its upload takes longer than a second writer waits for a change."""
     run, there = saved(tmp_path / "r", 10), tmp_path / "there"
     first = Mirror(str(there), "r")
-    may_continue, put = threading.Event(), first.store.put_file
-
-    def slowly(path, to, **kwargs):
-        may_continue.wait(60)
-        put(path, to, **kwargs)
-
-    monkeypatch.setattr(first.store, "put_file", slowly)
+    may_continue = threading.Event()
+    before_each_file(monkeypatch, first, lambda: may_continue.wait(60))
     first.add(run)
     with pytest.raises(RunDirectoryError, match="in use by process"):
         Mirror(str(there), "r")
@@ -256,13 +258,7 @@ def test_a_job_that_is_no_longer_the_writer_copies_nothing_more(tmp_path):
 def test_a_slow_copy_is_completed_although_the_run_removes_the_checkpoint(tmp_path, monkeypatch):
     run, there = tmp_path / "runs" / "r", tmp_path / "there"
     copy = Mirror(str(there), "r")
-    put = copy.store.put_file
-
-    def slowly(path, to, **kwargs):
-        time.sleep(0.05)
-        put(path, to, **kwargs)
-
-    monkeypatch.setattr(copy.store, "put_file", slowly)
+    before_each_file(monkeypatch, copy, lambda: time.sleep(0.05))
     complete = []
     for step in range(1, 25):
         saved(run, step)
@@ -282,21 +278,18 @@ def test_a_copy_that_fails_is_said_and_tried_again(tmp_path, capsys, monkeypatch
     copy = Mirror(str(there.parent), "r")
     copy.finish(run)
     removed(saved(run, 10), 5)
-    put, fails = copy.store.put_file, True
 
-    def failing(path, there, **kwargs):
-        if fails:
-            raise OSError(28, "No space left on device")
-        return put(path, there, **kwargs)
+    def fail():
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(copy.store, "put_file", failing)
+    before_each_file(monkeypatch, copy, fail)
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"cannot be written: No space left.*: not there: step-00000010; "):
             copy.finish(run)
     assert capsys.readouterr().err.count("No space left") == 1, "it is printed once"
     assert steps_in(there) == names(5), "the newest complete one stays"
     assert len(copy.failures) == 2
-    fails = False
+    monkeypatch.undo()
     copy.finish(run)  # an earlier error is no error of the end
     copy.close()
     assert steps_in(there) == names(10)
