@@ -44,19 +44,6 @@ def test_every_row_once_per_epoch(num_rows: int, batch_size: int, size: int) -> 
     assert sorted(trained) == list(range(num_rows))
 
 
-def test_an_iterator_that_serves_all_epochs_has_the_batches_of_each() -> None:
-    """Also from a step within the first of them on, and with a last, uneven batch."""
-    arrays = data.Arrays({"id": np.arange(99)}, shuffle=True)
-    batches = data.RowBatches(arrays, 25, data.Parts.of_rank(1, 2), 5, num_epochs=4)
-    found, iterators = [], []
-    for epoch, first_step in ((1, 2), (2, 0), (3, 0)):
-        iterators.append(batches(epoch, first_step))
-        found += [next(iterators[-1])[1]["id"].numpy().tolist() for _ in range(4 - first_step)]
-    alone = [_epoch(99, 25, 2, epoch, first_step, shuffle=True) for epoch, first_step in ((1, 2), (2, 0), (3, 0))]
-    assert found == [ranks[1][1].tolist() for steps in alone for ranks in steps]
-    assert iterators[0] is iterators[2] and next(iterators[0], None) is None
-
-
 def test_epochs_that_share_a_pass() -> None:
     """Of 4 batches, the last of them with an uneven number of rows, 2 in each epoch; also from a step on."""
 
@@ -72,31 +59,12 @@ def test_epochs_that_share_a_pass() -> None:
     assert rows(3, 1) == passes[1][3:] and rows(2, 1) == passes[1][1:2]
 
 
-def test_the_same_batches_on_any_number_of_ranks() -> None:
-    def batches(size: int) -> list[list[int]]:
-        return [
-            [int(row) for share, part in ranks for row in part if share]
-            for ranks in _epoch(50, 8, size, 3, shuffle=True)
-        ]
-
-    assert (
-        batches(1)
-        == batches(2)
-        == batches(3)
-        != [[int(row) for row in one] for one in np.split(np.arange(50), range(8, 50, 8))]
-    )
-
-
 def test_epochs_differ_and_a_resumed_epoch_does_not() -> None:
     def rows(epoch: int, first_step: int = 0) -> list[list[int]]:
         return [part.tolist() for ((_, part),) in _epoch(50, 8, 1, epoch, first_step, shuffle=True)]
 
     assert rows(0) != rows(1)
     assert rows(1, first_step=4) == rows(1)[4:]
-
-
-def test_unshuffled_rows_are_in_order() -> None:
-    assert [part.tolist() for ((_, part),) in _epoch(5, 2, 1)] == [[0, 1], [2, 3], [4]]
 
 
 def test_other_data_have_another_checksum() -> None:
@@ -123,34 +91,12 @@ def test_kinds_of_arrays() -> None:
     assert data.Arrays(x, dense).checksum() == data.Arrays(dict(x), dense).checksum()
 
 
-def test_pandas() -> None:
-    pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame({"a": [1.0, 2.0, 3.0], "b": [4.0, 5.0, 6.0]})
-    ((x, y),) = batches.of_rank(data.Arrays(frame, frame.a), 3)
-    assert x.numpy().tolist() == frame.to_numpy().tolist() and y.shape == (3, 1)
-    assert data.Arrays(frame, frame.a).checksum() != data.Arrays(frame, frame.b).checksum()
-
-
-def test_what_keras_refuses_is_refused() -> None:
-    for arguments in ((np.zeros(3), np.zeros(4)), (np.zeros(3), np.zeros(3), np.zeros(3), {0: 1.0})):
-        with pytest.raises(ValueError):
-            data.Arrays(*arguments)
-
-
 def test_only_the_first_rows() -> None:
     some = data.Arrays(np.arange(10), shuffle=True).first(4)
     assert len(some) == 4 and sorted(np.concatenate(batches.of_rank(some, 3))) == [0, 1, 2, 3]
 
 
-def test_rows_in_another_byte_order_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringtrain.data.arrays.LARGE", 1)
-    x = np.arange(8).astype(">f4").reshape(4, 2)
-    order = tf.data.Dataset.from_tensors((tf.constant(0, tf.int64), np.array([2, 0])))
-    batch = Arrays(x).batches(order, 2, 0).get_single_element()
-    assert batch.numpy().tolist() == [[4, 5], [0, 1]]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", ">f4", "int64"])
 def test_rows_of_large_arrays_are_those_of_tensors(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = np.random.default_rng(0)
     x = {"a": np.asfortranarray((100 * draw.random((50, 3))).astype(dtype)), "b": [tf.constant(draw.random((50, 2)))]}
@@ -173,6 +119,7 @@ def test_rows_of_large_arrays_are_those_of_tensors(dtype: str, tmp_path: Path, m
     checksum, of_tensors, _ = found()
     monkeypatch.setattr("ringtrain.data.arrays.LARGE", 1)
     own_checksum, rows, num_large = found()
-    assert num_large == 2 and own_checksum == checksum
+    assert num_large == (0 if dtype == ">f4" else 2), "TensorFlow takes the processor's byte order alone"
+    assert own_checksum == checksum
     for row, of_tensor in zip(rows, of_tensors, strict=True):
         assert row.dtype == of_tensor.dtype and np.array_equal(row, of_tensor)

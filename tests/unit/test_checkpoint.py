@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from ringtrain.checkpoint import checkpoint
 from ringtrain.errors import CheckpointError
@@ -109,6 +108,8 @@ def test_a_file_that_is_missing_and_another_format_are_named(tmp_path):
     newer = checkpoint.save(tmp_path, 18, FILES, {"format": checkpoint.FORMAT + 1})
     with pytest.raises(CheckpointError, match="use the one that has saved it"):
         checkpoint.verify(newer)
+    with pytest.raises(CheckpointError, match="use the one that has saved it"):
+        checkpoint.newest(tmp_path)  # neither passed over nor removed
 
 
 def test_the_newest_that_verifies_is_found_and_the_others_named(tmp_path):
@@ -120,18 +121,13 @@ def test_the_newest_that_verifies_is_found_and_the_others_named(tmp_path):
     assert checkpoint.newest(tmp_path / "nowhere") == (None, [])
 
 
-@pytest.fixture
-def unreadable(tmp_path):
-    """Two checkpoints, of which a file of the newer gives EIO when it is read."""
-    paths = [saved(tmp_path, step, test_accuracy=accuracy) for step, accuracy in ((10, 0.1), (20, 0.9))]
-    file = paths[1] / "state.npz"
-    file.rename(tmp_path / "kept")
+def test_a_checkpoint_that_cannot_be_read_is_neither_passed_over_nor_removed(tmp_path):
+    """A file of the newer one gives EIO when it is read."""
+    saved(tmp_path, 10, test_accuracy=0.1)
+    path = saved(tmp_path, 20, test_accuracy=0.9)
+    file, kept = path / "state.npz", tmp_path / "kept"
+    file.rename(kept)
     file.symlink_to("/proc/self/mem")
-    return paths[1], lambda: (tmp_path / "kept").replace(file)
-
-
-def test_a_checkpoint_that_cannot_be_read_is_neither_passed_over_nor_removed(tmp_path, unreadable):
-    path, heal = unreadable
     left = tmp_path / ".removed-step-00000001"
     left.mkdir()
     damaged = saved(tmp_path, 30)
@@ -141,56 +137,38 @@ def test_a_checkpoint_that_cannot_be_read_is_neither_passed_over_nor_removed(tmp
         lambda: saved(tmp_path, 20),
         lambda: checkpoint.remove_after(tmp_path, 10),
     ):
-        with pytest.raises(
-            CheckpointError,
-            match=r"step-00000020: cannot be read: Input/output error: nothing was removed",
-        ):
+        expected = "step-00000020: cannot be read: Input/output error: nothing was removed"
+        with pytest.raises(CheckpointError, match=expected):
             action()
         assert damaged.is_dir() and left.is_dir()
-    heal()
+    kept.replace(file)
     found, refused = checkpoint.newest(tmp_path)
     assert found.folder == path and len(refused) == 1
 
 
-def test_another_format_is_neither_passed_over_nor_removed(tmp_path):
-    saved(tmp_path, 10)
-    checkpoint.save(tmp_path, 20, FILES, {"format": checkpoint.FORMAT + 1})
-    with pytest.raises(CheckpointError, match="use the one that has saved it"):
-        checkpoint.newest(tmp_path)
-
-
-@pytest.mark.parametrize("left", [".removed-step-00000001", ".removed-step-00000001-123"])
-def test_what_a_killed_process_left_half_removed_is_removed(tmp_path, left):
+def test_what_a_killed_process_left_half_removed_is_removed(tmp_path):
+    left = tmp_path / ".removed-step-00000001"
     for _ in range(2):  # the step may be saved and removed once more
         for step in (1, 2):
             saved(tmp_path, step)
-        (tmp_path / left).mkdir(exist_ok=True)
-        (tmp_path / left / "state.npz").write_bytes(b"")
+        left.mkdir(exist_ok=True)
+        (left / "state.npz").write_bytes(b"")
         checkpoint.prune(tmp_path, 1)
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
-    (tmp_path / left).mkdir()
-    (tmp_path / left / "state.npz").write_bytes(b"")
+    left.with_name(f"{left.name}-123").mkdir()
     checkpoint.remove_after(tmp_path, 1)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_newest_stay(tmp_path):
-    for step in range(1, 6):
-        saved(tmp_path, step)
-        checkpoint.prune(tmp_path, 2)
-    assert [path.name[-1] for path in checkpoint.saved_in(tmp_path)] == ["5", "4"]
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_run_that_goes_on_from_an_older_one_is_not_left_with_damaged_ones(tmp_path):
-    for step in (22, 44, 66, 88):
+def test_the_newest_stay_and_no_damaged_one_that_a_resume_has_passed_over(tmp_path):
+    for step in (11, 22, 44, 66, 88):
         path = saved(tmp_path, step)
         if step > 22:
             (path / "state.npz").write_bytes(b"")
     found, _ = checkpoint.newest(tmp_path)
     checkpoint.remove_after(tmp_path, found.global_step)
     saved(tmp_path, 28)
-    checkpoint.prune(tmp_path, 3)
+    checkpoint.prune(tmp_path, 2)
     assert [path.name[-2:] for path in checkpoint.saved_in(tmp_path)] == ["28", "22"]
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -234,23 +212,15 @@ def test_the_exported_model_needs_no_ringtrain(tmp_path):
     assert np.allclose(outputs, model.predict(np.ones((4, 2)), verbose=0), atol=1e-6)
 
 
-class TrainedLayer(TensorFlowTrainer, keras.layers.Dense):
-    """Layer with Keras' `fit` that is no `keras.Model`, and has no `save`."""
+def test_a_model_that_cannot_be_written_leaves_its_weights(tmp_path):
+    class WithoutConfig(keras.layers.Dense):
+        def get_config(self):
+            raise NotImplementedError
 
-    def __init__(self, units):
-        keras.layers.Dense.__init__(self, units)
-        TensorFlowTrainer.__init__(self)
-
-
-def test_a_trained_layer_that_is_no_model_leaves_its_weights(tmp_path):
-    layers = []
-    for value in (1, 2):
-        layer = TrainedLayer(1)
-        layer.build((None, 2))
-        layer.set_weights([np.full((2, 1), value), np.full(1, value)])
-        layers.append(layer)
+    model, other = (keras.Sequential([keras.Input((2,)), WithoutConfig(1)]) for _ in range(2))
     with pytest.raises(CheckpointError, match=r"model.keras: cannot be written: .*the weights are in"):
-        checkpoint.export(layers[0], tmp_path)
-    keras.saving.load_weights(layers[1], tmp_path / "model.weights.h5")
-    for weight, expected in zip(layers[1].get_weights(), layers[0].get_weights(), strict=True):
+        checkpoint.export(model, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.weights.h5"]
+    other.load_weights(tmp_path / "model.weights.h5")
+    for weight, expected in zip(other.get_weights(), model.get_weights(), strict=True):
         assert np.array_equal(weight, expected)

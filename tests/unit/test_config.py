@@ -17,7 +17,6 @@ from ringtrain.config.sections import (
     ScheduleConfig,
     TrainConfig,
     option_types,
-    value_of,
     with_values,
 )
 from ringtrain.errors import ConfigError
@@ -45,53 +44,31 @@ def test_toml_gives_back_the_same_configuration(tmp_path):
 
 BAD_FILES = {
     "[train]\nepoch = 3": "unknown key train.epoch: did you mean train.epochs?",
-    "[trian]\nepochs = 3": "unknown key trian: did you mean train?",
     "sede = 3": "unknown key sede: did you mean seed?",
     "[train]\nepochs = 'many'": "train.epochs: got 'many', expected int",
     "[train]\nepochs = true": "train.epochs: got True, expected int",
-    "[train]\nepochs = 1.5": "train.epochs: got 1.5, expected int",
-    "[optimizer]\nlearning_rate = '1'": "optimizer.learning_rate: got '1', expected float",
     "[optimizer]\nlearning_rate = true": "optimizer.learning_rate: got True, expected float",
     "[optimizer]\nname = 'sdg'": "optimizer.name: got 'sdg', expected one of sgd, adam, adamw, lamb, lars",
-    "[optimizer]\nname = ['sgd']": "optimizer.name: got ['sgd'], expected one of",
     "[device]\nshare_gpus = 1": "device.share_gpus: got 1, expected bool",
     "train = 3": "train: got 3, expected a table: [train]",
     "[train]\nepochs = 0": "train.epochs: got 0, expected 1 or more",
-    "[optimizer]\nlearning_rate = nan": "optimizer.learning_rate: got nan, expected a number above 0",
     "[run]\nname = 'a/b'": "run.name: got a/b, expected a name, not a path",
     "[train]\nepochs = 2\n[schedule]\nwarmup_epochs = 2.5": (
         "schedule.warmup_epochs: got 2.5, expected no more than train.epochs (2)"
     ),
     "[train]\nwarmup_epochs = 3": "unknown key train.warmup_epochs: did you mean schedule.warmup_epochs?",
-    "[schedule]\nname = 'step'": "schedule.name: got 'step', expected one of constant, steps, cosine, polynomial",
     "[schedule]\nname = 'steps'": "schedule.name: steps needs schedule.milestones: give epochs such as 30 60 80",
     "[schedule]\nmilestones = 3": "schedule.milestones: got 3, expected a list of numbers",
-    "[schedule]\nmilestones = [3, 'x']": "schedule.milestones: got [3, 'x'], expected a list of numbers",
-    "[schedule]\nmilestones = [3, true]": "schedule.milestones: got [3, True], expected a list of numbers",
     "[schedule]\nmilestones = [6, 3]": "schedule.milestones: got (6.0, 3.0), expected epochs above 0, each after the",
-    "[schedule]\nmilestones = [3, 3]": "schedule.milestones: got (3.0, 3.0), expected epochs above 0, each after the",
-    "[schedule]\nmilestones = [0]": "schedule.milestones: got (0.0,), expected epochs above 0, each after the one",
     "[schedule]\nname = 'steps'\nmilestones = [2]\nwarmup_epochs = 3": (
         "schedule.milestones: got 2, expected none within the warm-up (schedule.warmup_epochs 3)"
     ),
-    "[schedule]\nwarmup_epochs = -1": "schedule.warmup_epochs: got -1.0, expected a number from 0 on",
     "[schedule]\nwarmup_epochs = inf": "schedule.warmup_epochs: got inf, expected a number from 0 on",
-    "[schedule]\nwarmup_start = 2": "schedule.warmup_start: got 2.0, expected 0 to 1",
     "[model]\nlabel_smoothing = 1": "model.label_smoothing: got 1.0, expected 0 up to 1, 1 excluded",
-    "[train]\nprecision = 'float16'": "train.precision: got 'float16', expected one of float32, mixed_bfloat16",
-    "[model]\nsplit = 'layers'": "model.split: got layers, expected layers:2, columns:2, ...",
     "[model]\nsplit = 'layers:1'": "model.split: got layers:1, expected layers:2, columns:2, ...",
-    "[model]\nmicro_batches = 0": "model.micro_batches: got 0, expected 1 or more",
     "[model]\nmicro_batches = 8\n[train]\nbatch_size = 4": "model.micro_batches: got 8, expected no more than ",
-    "[hvd]\ngroups = -1": "hvd.groups: got -1, expected 0 or more",
-    "[schedule]\nfactor = 0": "schedule.factor: got 0.0, expected a number above 0",
-    "[schedule]\nend_factor = -0.1": "schedule.end_factor: got -0.1, expected 0 to 1",
+    "[train]\nvirtual_ranks = 3": "train.virtual_ranks: got 3, expected 0, or 1, 2, 4, ... up to 4096",
     "[schedule]\npower = nan": "schedule.power: got nan, expected a number above 0",
-    "[optimizer]\nreference_batch_size = 0": "optimizer.reference_batch_size: got 0, expected 1 or more",
-    "[optimizer]\nweight_decay = -1": "optimizer.weight_decay: got -1.0, expected a number from 0 on",
-    "[optimizer]\nclip_norm = -1": "optimizer.clip_norm: got -1.0, expected a number from 0 on",
-    "[optimizer]\ntrust_coefficient = 0": "optimizer.trust_coefficient: got 0.0, expected a number above 0",
-    "[optimizer]\naccumulation_steps = 0": "optimizer.accumulation_steps: got 0, expected 1 or more",
     "[train": "not TOML: ",
 }
 
@@ -158,15 +135,11 @@ def test_unreadable_file(tmp_path):
 
 BAD_LINES = {
     "--train.epoch 3": "unknown option --train.epoch: did you mean --train.epochs?",
-    "--train.epoch=3": "unknown option --train.epoch: did you mean --train.epochs?",
     "--train.batch_sise 3": "unknown option --train.batch_sise: did you mean --train.batch-size?",
-    "--confg x.toml": "unknown option --confg: did you mean --config?",
     "configs/digits.toml": "got 'configs/digits.toml', expected options such as",
     "--train.epochs many": "argument --train.epochs: invalid int value: 'many'",
     "--train.epochs": "argument --train.epochs: expected one argument",
-    "--config": "argument --config: expected one argument",
     "--train.warmup-epochs 3": "unknown option --train.warmup-epochs: did you mean --schedule.warmup-epochs?",
-    "--schedule.milestones 3 x": "argument --schedule.milestones: invalid float value: 'x'",
     "--optimizer.name sdg": "argument --optimizer.name: invalid choice: 'sdg'",
 }
 
@@ -180,11 +153,16 @@ def test_command_line_errors_are_one_line(line, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("text", ["--train.batch_size 8", "--train.batch-size 8", "--train.batch_size=8"])
-def test_an_option_may_be_spelled_as_in_a_file(text):
-    config = files.read([*text.split(), "--data.no_augment", "--device.no-memory-growth"])
-    assert config.train.batch_size == 8
-    assert not config.data.augment and not config.device.memory_growth
+def test_the_range_of_a_value_on_the_command_line_is_checked():
+    with pytest.raises(ConfigError, match=r"^train.epochs: got -3, expected 1 or more$"):
+        files.read(["--train.epochs", "-3"])
+
+
+def test_an_option_may_be_spelled_as_in_a_file():
+    for text in ("--train.batch_size 8", "--train.batch-size 8", "--train.batch_size=8"):
+        config = files.read([*text.split(), "--data.no_augment", "--device.no-memory-growth"])
+        assert config.train.batch_size == 8
+        assert not config.data.augment and not config.device.memory_growth
 
 
 def test_the_last_of_several_values_holds_and_a_list_may_be_empty(tmp_path):
@@ -199,21 +177,6 @@ def test_the_last_of_several_values_holds_and_a_list_may_be_empty(tmp_path):
     assert files.read(words).schedule.milestones == (4.0, 5.0)
     with pytest.raises(ConfigError, match="got 'more', expected options"):
         files.read(["--train.epochs", "3", "--", "more"])
-
-
-def test_range_is_checked_on_the_command_line_too():
-    with pytest.raises(ConfigError, match=r"^train.epochs: got -3, expected 1 or more$"):
-        files.read(["--train.epochs", "-3"])
-
-
-def test_help_names_every_option_and_every_option_has_a_rule_or_needs_none(capsys):
-    with pytest.raises(SystemExit) as end:
-        files.read(["--help", "all"])
-    assert end.value.code == 0
-    shown = capsys.readouterr().out
-    for option in option_types():
-        assert f"--{option.replace('_', '-')}" in shown
-        value_of(Config(), option)
 
 
 def test_derived_numbers():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from types import SimpleNamespace
 
@@ -19,39 +18,22 @@ def decide(num_gpus, local_rank, local_size, own_cores=8, host_cores=8, **option
     return plan(gpus, local_rank, local_size, DeviceConfig(**options), own_cores, host_cores, "host7")
 
 
-def test_one_gpu_per_local_rank():
-    assert [decide(4, rank, 4).gpu for rank in range(4)] == [0, 1, 2, 3]
-    assert [decide(4, rank, 2).gpu for rank in range(2)] == [0, 1]
+@pytest.mark.parametrize(
+    ("num_gpus", "local_size", "options", "expected"),
+    [
+        (4, 4, {}, [0, 1, 2, 3]),
+        (4, 2, {}, [0, 1]),
+        (2, 4, {"share_gpus": True}, [0, 1, 0, 1]),
+        (1, 4, {}, [0, 0, 0, 0]),  # its launcher shows each rank one of its own, as Slurm's --gpus-per-task does
+    ],
+)
+def test_the_gpu_of_each_local_rank(num_gpus, local_size, options, expected):
+    assert [decide(num_gpus, rank, local_size, **options).gpu for rank in range(local_size)] == expected
 
 
 def test_more_ranks_than_gpus_is_an_error_naming_host_and_counts():
     with pytest.raises(DeviceError, match=r"^host7: 3 ranks, but 2 GPUs: .*--device.share-gpus$"):
         decide(2, 0, 3)
-
-
-def test_a_launcher_may_show_each_rank_a_gpu_of_its_own():
-    """As Slurm's --gpus-per-task does; ranks that see the same one are told apart by its UUID, in check_placement."""
-    assert [decide(1, rank, 4).gpu for rank in range(4)] == [0, 0, 0, 0]
-
-
-def test_gpu_ranks_share_the_cores_too():
-    assert decide(4, 1, 4, own_cores=32, host_cores=32).num_threads == 8
-    assert decide(4, 1, 4, own_cores=8, host_cores=64, threads=5).num_threads == 5
-
-
-def test_ranks_of_a_gpu_build_without_a_gpu_are_warned():
-    assert "CUDA_VISIBLE_DEVICES=" in missing_gpu(Pinning(num_threads=1), True, {})
-    assert "CPUs" in missing_gpu(Pinning(num_threads=1), True, {"CUDA_VISIBLE_DEVICES": "0"})
-    for quiet in (
-        missing_gpu(Pinning(num_threads=1), True, {"CUDA_VISIBLE_DEVICES": ""}),
-        missing_gpu(Pinning(num_threads=1), False, {}),
-        missing_gpu(Pinning(gpu=0), True, {}),
-    ):
-        assert quiet == ""
-
-
-def test_gpus_are_shared_evenly_if_asked_for():
-    assert [decide(2, rank, 4, share_gpus=True).gpu for rank in range(4)] == [0, 1, 0, 1]
 
 
 def test_memory_grows_unless_it_is_limited():
@@ -61,26 +43,29 @@ def test_memory_grows_unless_it_is_limited():
 
 
 @pytest.mark.parametrize(
-    ("own_cores", "host_cores", "local_size", "threads", "expected"),
+    ("num_gpus", "own_cores", "host_cores", "local_size", "threads", "expected"),
     [
-        (8, 8, 2, 0, 4),
-        (8, 8, 3, 0, 2),
-        (2, 2, 4, 0, 1),  # more ranks than cores
-        (1, 8, 2, 0, 1),  # bound to one core by the launcher
-        (16, 32, 4, 0, 8),  # bound to a socket
-        (8, 8, 2, 3, 3),  # asked for
+        (0, 8, 8, 3, 0, 2),
+        (0, 2, 2, 4, 0, 1),  # more ranks than cores
+        (0, 1, 8, 2, 0, 1),  # bound to one core by the launcher
+        (0, 16, 32, 4, 0, 8),  # bound to a socket
+        (0, 8, 8, 2, 3, 3),  # asked for
+        (4, 32, 32, 4, 0, 8),
     ],
 )
-def test_cores_are_divided_where_there_is_no_gpu(own_cores, host_cores, local_size, threads, expected):
-    pinning = decide(0, 0, local_size, own_cores, host_cores, threads=threads)
-    assert pinning == Pinning(num_threads=expected)
+def test_cores_are_divided(num_gpus, own_cores, host_cores, local_size, threads, expected):
+    assert decide(num_gpus, 0, local_size, own_cores, host_cores, threads=threads).num_threads == expected
 
 
-def test_pinning_reads_well():
-    assert str(Pinning(num_threads=1)) == "CPU, 1 thread"
-    assert str(Pinning(num_threads=4)) == "CPU, 4 threads"
-    assert str(Pinning(gpu=1, memory_growth=True)) == "GPU 1, memory as needed"
-    assert str(Pinning(gpu=1, memory_mb=500)) == "GPU 1, 500 MB"
+def test_ranks_of_a_gpu_build_without_a_gpu_are_warned():
+    assert "CUDA_VISIBLE_DEVICES=" in missing_gpu(Pinning(num_threads=1), True, {})
+    assert "CPUs" in missing_gpu(Pinning(num_threads=1), True, {"CUDA_VISIBLE_DEVICES": "0"})
+    for given in (
+        (Pinning(num_threads=1), True, {"CUDA_VISIBLE_DEVICES": ""}),
+        (Pinning(num_threads=1), False, {}),
+        (Pinning(gpu=0), True, {}),
+    ):
+        assert missing_gpu(*given) == ""
 
 
 def test_a_containers_limit_counts(tmp_path):
@@ -100,13 +85,13 @@ OF_A_HOST = "OMPI_COMM_WORLD_LOCAL_SIZE"
     ("environ", "own", "expected"),
     [
         ({OF_A_HOST: "4"}, 8, "2"),
-        ({"HOROVOD_LOCAL_SIZE": "16"}, 8, "1"),
         ({OF_A_HOST: "2", "RINGTRAIN_HOST_SLOTS": "4"}, 8, "2"),
         ({OF_A_HOST: "2"}, 1, "1"),  # bound by its launcher
-        ({OF_A_HOST: "1"}, 8, "8"),
         ({OF_A_HOST: "1", "RINGTRAIN_HOST_SLOTS": "4"}, 8, "2"),
         ({OF_A_HOST: "1", "RINGTRAIN_FOR_SCRIPT": '{"options": {"train.virtual_ranks": 2}}'}, 8, "1"),
         ({OF_A_HOST: "4", "RINGTRAIN_FOR_SCRIPT": "junk"}, 8, "2"),
+        ({OF_A_HOST: "2", "TF_NUM_INTRAOP_THREADS": "7"}, 8, None),
+        ({OF_A_HOST: "2", "TF_NUM_INTEROP_THREADS": "7"}, 8, None),
         ({OF_A_HOST: ""}, 8, None),
         ({}, 8, None),
     ],
@@ -119,14 +104,12 @@ def test_ranks_of_a_host_divide_its_cores_before_tensorflow_starts(monkeypatch, 
     assert environ == (before if expected is None else {**before, cores.INTRA_OP: expected, cores.INTER_OP: expected})
 
 
-@pytest.mark.parametrize("name", ["TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", ""])
-def test_threads_that_the_user_has_chosen_or_tensorflow_has_started_stay(monkeypatch, name):
-    started = SimpleNamespace(context=lambda: SimpleNamespace(_initialized=not name))
+def test_threads_that_tensorflow_has_started_stay(monkeypatch):
+    started = SimpleNamespace(context=lambda: SimpleNamespace(_initialized=True))
     monkeypatch.setitem(sys.modules, "tensorflow.python.eager.context", started)
-    environ = {OF_A_HOST: "2", **({name: "7"} if name else {})}
-    before = dict(environ)
+    environ = {OF_A_HOST: "2"}
     cores.share_cores(environ)
-    assert environ == before
+    assert environ == {OF_A_HOST: "2"}
 
 
 def test_a_wrapper_of_a_bound_rank_is_not_taken_for_its_launcher(monkeypatch, tmp_path):
@@ -142,23 +125,8 @@ def test_a_wrapper_of_a_bound_rank_is_not_taken_for_its_launcher(monkeypatch, tm
     assert cores.count_cores(tmp_path / "missing") == (2, 4)
 
 
-class FakeDriver:
-    """The functions of the CUDA driver that are called, for a host with one GPU of 80 GB."""
-
-    def cuInit(self, flags):
-        return 0
-
-    def cuDeviceGet(self, device, index):
-        ctypes.cast(device, ctypes.POINTER(ctypes.c_int))[0] = 7
-        return 0 if index == 0 else 101
-
-    def cuDeviceGetUuid(self, uuid, device):
-        ctypes.memmove(uuid, bytes(range(16)), 16)
-        return 0
-
-
-def test_a_gpu_is_known_by_its_uuid_else_by_its_place_on_the_host():
-    assert identity(Pinning(gpu=0), {}, FakeDriver()) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
-    assert identity(Pinning(gpu=1), {}, FakeDriver()) == "GPU 1"
-    assert identity(Pinning(gpu=1), {"CUDA_VISIBLE_DEVICES": "2,GPU-abc"}, FakeDriver()) == "GPU GPU-abc"
+def test_a_gpu_is_known_by_its_place_on_the_host_if_the_driver_tells_no_uuid():
+    driver = SimpleNamespace(cuInit=lambda flags: 100)
+    assert identity(Pinning(gpu=1), {}, driver) == "GPU 1"
+    assert identity(Pinning(gpu=1), {"CUDA_VISIBLE_DEVICES": "2,GPU-abc"}, driver) == "GPU GPU-abc"
     assert identity(Pinning(num_threads=2)) == ""

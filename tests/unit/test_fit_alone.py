@@ -16,11 +16,10 @@ import tensorflow as tf
 import ringtrain
 from ringtrain import hvd
 from ringtrain.config.sections import CheckpointConfig, Config, HealthConfig, RunConfig, TrackingConfig
-from ringtrain.errors import ConfigError, DataError, NonFiniteLoss
+from ringtrain.errors import ConfigError, NonFiniteLoss
 from ringtrain.hvd.process import PROCESS
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT
-from ringtrain.training import identity
 
 RANDOM = np.random.default_rng(0)
 X, Y = RANDOM.normal(size=(100, 6)), RANDOM.normal(size=(100, 3))
@@ -66,14 +65,6 @@ class History(keras.callbacks.Callback):
         self.losses = [logs["loss"]]
 
 
-def test_a_second_start_returns_the_history_and_other_steps_of_an_epoch_are_refused(tmp_path: Path) -> None:
-    first = _fit(_model(), tmp_path, History(), name="one", epochs=2)
-    again = _fit(_model(), tmp_path, History(), name="one", epochs=2)
-    assert again.history == first.history and len(first.history["loss"]) == 2
-    with pytest.raises(ConfigError, match="was made with steps of an epoch 4, this run has 2: give fit another name"):
-        _fit(_model(), tmp_path, History(), name="one", epochs=4, steps_per_epoch=2)
-
-
 def test_an_epoch_that_a_callback_had_ended_before_a_kill_has_its_end(tmp_path: Path) -> None:
     """The end of the epoch is not saved yet, but the step after which training stops is."""
 
@@ -113,80 +104,52 @@ def test_further_epochs_under_the_same_name(tmp_path: Path) -> None:
     assert history.history == expected.history and history.checksum == expected.checksum
 
 
-def test_what_a_name_stands_for_is_refused_if_it_differs_and_continued_from_its_model(tmp_path: Path) -> None:
-    expected = _fit(_model(), tmp_path, name="one", epochs=1).checksum
-    for words, more, compiled in (
-        ("was made with another training data: ", {"x": X + 1}, {}),
-        ("was made with training samples 100, this run has 50: ", {"x": X[:50], "y": Y[:50]}, {}),
-        ("was made with loss mse, this run has mae: ", {}, {"loss": "mae"}),
-        (r"was made with metrics \[mae\], this run has \[mse\]: ", {}, {"metrics": ["mse"]}),
-        (
-            r"was made with optimizer 1 Adam\(.*beta_1=0.9.*, this run has Adam\(.*beta_1=0.5.*: ",
-            {},
-            {"optimizer": keras.optimizers.Adam(0.01, beta_1=0.5)},
-        ),
-    ):
-        model = _model()
-        if compiled:
-            adam = keras.optimizers.Adam(0.01)
-            model.compile(**{"optimizer": adam, "loss": "mse", "metrics": ["mae"]} | compiled)
-        before = model.get_weights()
-        how = "give fit another name; .* begin with those of its model.keras"
-        with pytest.raises(ConfigError, match=f"{words}{how}"):
-            _fit(model, tmp_path, name="one", epochs=2, **more)
-        assert all(map(np.array_equal, before, model.get_weights()))
-    assert _fit(_model(), tmp_path, name="one", epochs=1).checksum == expected
+def test_another_run_under_a_taken_name_is_refused_with_what_differs(tmp_path: Path) -> None:
+    """Names, first weights and seeds of layers do not count. The refused model and the run keep their weights."""
+    dense, dropout = keras.layers.Dense, keras.layers.Dropout
+
+    def model(*layers: Any, optimizer: Any = None, metric: str = "mae") -> keras.Model:
+        layers = layers or (dense(8, "relu"), dropout(0.2))
+        made = keras.Sequential([keras.Input((6,)), *layers, dense(3)])
+        made.compile(optimizer or keras.optimizers.Adam(0.01), "mse", metrics=[metric])
+        return made
+
+    regularized = dense(8, "relu", kernel_regularizer=keras.regularizers.L2(0.1))
+    checksum = _fit(model(), tmp_path, name="one", epochs=1).checksum
+    cases: tuple[tuple[str, keras.Model, dict[str, Any]], ...] = (
+        ("another training data", model(), {"x": X + 1}),
+        ("training samples 100, this run has 50", model(), {"x": X[:50], "y": Y[:50]}),
+        ("steps of an epoch 4, this run has 2", model(), {"steps_per_epoch": 2}),
+        ("shuffle True, this run has False", model(), {"shuffle": False}),
+        (r"metrics \[mae\], this run has \[mse\]", model(metric="mse"), {}),
+        ("beta_1=0.9.*, this run has Adam.*beta_1=0.5", model(optimizer=keras.optimizers.Adam(0.01, beta_1=0.5)), {}),
+        ("activation=relu.*, this run has Dense.activation=gelu", model(dense(8, "gelu"), dropout(0.2)), {}),
+        ("layer 2 Dropout.rate=0.2., this run has", model(dense(8, "relu"), dropout(0.5)), {}),
+        ("kernel_regularizer=L2.l2=0.1", model(regularized, dropout(0.2)), {}),
+    )
+    for words, other, more in cases:
+        before = other.get_weights()
+        with pytest.raises(
+            ConfigError, match=f"was made with .*{words}.*: give fit another name; .* of its model.keras"
+        ):
+            _fit(other, tmp_path, name="one", epochs=2, **more)
+        assert all(map(np.array_equal, before, other.get_weights()))
+    alike = model(dense(8, "relu", name="other", kernel_initializer="zeros"), dropout(0.2, seed=3))
+    assert _fit(alike, tmp_path, name="one", epochs=1).checksum == checksum
     further = keras.models.load_model(tmp_path / "one" / "model.keras")
     further.compile(keras.optimizers.Adam(0.01), "mae")
     assert _fit(further, tmp_path, name="two", x=X[:50], y=Y[:50], epochs=2).epoch == [0, 1]
-    for x, y in ((X, Y), (X + 1, Y)):
-        folds = {"x": tf.data.Dataset.from_tensor_slices((x, y)).shuffle(9, seed=1).batch(50), "y": None}
-        if x is not X:
-            with pytest.raises(ConfigError, match="was made with another content of the training data: "):
-                _fit(_model(), tmp_path, name="folds", batch_size=None, epochs=1, **folds)
-        else:
-            _fit(_model(), tmp_path, name="folds", batch_size=None, epochs=1, **folds)
 
 
-def test_a_name_stands_for_layers_and_order_whose_weights_have_the_same_shapes(tmp_path: Path) -> None:
-    dense, dropout = keras.layers.Dense, keras.layers.Dropout
+def test_another_content_of_a_dataset_is_refused(tmp_path: Path) -> None:
+    def fit(x: Any) -> None:
+        batches = tf.data.Dataset.from_tensor_slices((x, Y)).shuffle(9, seed=1).batch(50)
+        _fit(_model(), tmp_path, name="folds", x=batches, y=None, batch_size=None, epochs=1)
 
-    def trained(*layers: keras.layers.Layer, **more: Any) -> None:
-        model = keras.Sequential([keras.Input((6,)), *layers, dense(3, name="last")])
-        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
-        _fit(model, tmp_path, name="one", **more)
-
-    trained(dense(8, "relu", name="first"), dropout(0.2), epochs=1)
-    regularized = dense(8, "relu", kernel_regularizer=keras.regularizers.L2(0.1))
-    for words, *layers in (
-        (
-            "Dense(activation=relu, units=8, use_bias=True), this run has Dense(activation=gelu",
-            dense(8, "gelu"),
-            dropout(0.2),
-        ),
-        ("layer 2 Dropout(rate=0.2), this run has Dropout(rate=0.5)", dense(8, "relu"), dropout(0.5)),
-        ("kernel_regularizer=L2(l2=0.1)", regularized, dropout(0.2)),
-        ("number of layers 3, this run has 2", dense(8, "relu")),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(words)):
-            trained(*layers, epochs=2)
-    with pytest.raises(ConfigError, match="shuffle True, this run has False"):
-        trained(dense(8, "relu"), dropout(0.2), epochs=2, shuffle=False)
-    other_names = dense(8, "relu", name="other", kernel_initializer="zeros")
-    trained(other_names, dropout(0.2, seed=3), epochs=2)
-
-
-def test_arrays_in_a_dataset_count_in_any_order_and_without_being_read() -> None:
-    rows = np.arange(100.0).reshape(50, 2)
-
-    def content(rows: Any) -> str:
-        dataset = tf.data.Dataset.from_tensor_slices((rows, rows[:, 0] > 9))
-        return identity.content_of(tf.data.Dataset.zip(dataset.shuffle(9).batch(5), tf.data.Dataset.range(9)))
-
-    assert content(rows) == content(rows[::-1]) != content(2 * rows) != ""
-    paths = tf.data.Dataset.from_tensor_slices(["a", "b"])
-    generated = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=tf.TensorSpec((2,)))
-    assert identity.content_of(paths) == identity.content_of(generated) == ""
+    fit(X)
+    fit(X)
+    with pytest.raises(ConfigError, match="was made with another content of the training data: "):
+        fit(X + 1)
 
 
 class Unregistered(keras.layers.Layer):
@@ -217,7 +180,7 @@ def test_a_second_start_gives_the_weights_of_the_result(tmp_path: Path, make: An
         model = keras.Sequential([keras.Input((6,)), make(), keras.layers.Dense(3)])
         model.compile("adam", "mse")
         best = keras.callbacks.EarlyStopping("loss", patience=9, min_delta=10, restore_best_weights=True)
-        history = _fit(model, tmp_path, best, *more, name=name, epochs=3)
+        history = _fit(model, tmp_path, best, History(), *more, name=name, epochs=3)
         return model.get_weights(), history
 
     expected, history = fit("whole")
@@ -307,33 +270,6 @@ def test_a_weight_that_begins_with_infinity_is_saved(tmp_path: Path) -> None:
         fit("diverges", 1e30)
 
 
-def test_what_ranks_cannot_train_is_refused_by_name(tmp_path: Path) -> None:
-    class OtherNames(keras.Sequential):
-        def fit(self, features: Any, epochs: int = 1) -> Any:
-            return super().fit(features, epochs=epochs)
-
-    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
-        scoped = _model()
-    with pytest.raises(ConfigError, match=r"in the scope of a OneDeviceStrategy .*: leave the strategy out"):
-        _fit(scoped, tmp_path)
-    own = OtherNames([keras.Input((6,)), keras.layers.Dense(3)])
-    own.compile("sgd", "mse")
-    with pytest.raises(ConfigError, match=r"OtherNames has a fit of its own without .*\bx, y: give it"):
-        _fit(own, tmp_path)
-
-
-def test_data_that_are_no_arrays(tmp_path: Path) -> None:
-    for x, kind in (
-        (iter(()), "builtins"),
-        ([1.0, 2.0], "builtins.float"),
-        (None, "nothing"),
-        ("text", "builtins.str"),
-    ):
-        with pytest.raises(DataError, match=f"got {kind}.* for x, expected arrays in memory"):
-            ringtrain.fit(_model(), x, Y, verbose=0, options=Config(run=RunConfig(directory=str(tmp_path))))
-    assert not list(tmp_path.iterdir())
-
-
 class Largest(keras.metrics.Metric):
     """A state that is no sum."""
 
@@ -376,6 +312,9 @@ def test_what_may_not_be_as_in_one_process_is_named() -> None:
 
     sums = ["mae", "accuracy", keras.metrics.AUC(), keras.metrics.F1Score(), keras.metrics.R2Score()]
     assert found([], "mse", sums) == []
+    assert found([keras.layers.Reshape((6, 1)), keras.layers.GRU(4)], "mse", sums) == []
+    (random,) = found([keras.layers.Reshape((6, 1)), keras.layers.GRU(4, dropout=0.2)], "mse", sums)
+    assert random.startswith("random layers")
     (largest,) = found([], "mse", [*sums, Largest()])
     assert largest.startswith("the states of largest are added up")
     layers = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.1)]
@@ -383,15 +322,3 @@ def test_what_may_not_be_as_in_one_process_is_named() -> None:
     assert normalized.startswith("batch normalization") and random.startswith("random layers")
     assert loss.startswith("the loss of") and "whole batch" in loss
     assert step.startswith("OwnStep.train_step gets each rank's rows")
-
-
-def test_a_recurrent_layer_is_random_with_dropout_only() -> None:
-    from ringtrain.training.unlike import unlike_one_process
-
-    for rate in (0.0, 0.2):
-        masked = keras.layers.GRU(4, dropout=rate, return_sequences=True)
-        layers = [keras.layers.Masking(), masked, keras.layers.Dense(3)]
-        model = keras.Sequential([keras.Input((5, 4)), *layers])
-        model.compile("adam", "mse")
-        unlike = unlike_one_process(model)
-        assert [one.split()[0] for one in unlike] == ["random"] * (rate > 0)

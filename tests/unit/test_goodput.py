@@ -20,28 +20,15 @@ def event(kind: str, time_s: float, spent: dict[str, float], process: int = 1, *
 
 def killed_and_restarted() -> list[dict[str, Any]]:
     """A run that is killed after step 30, 20 s after its checkpoint of step 10, restarted, and launched once more."""
+    spent = {"start": 5.0, "step": 36.0, "callbacks": 3.0, "save": 1.0}
+    of_steps = {"input": 1.0, "compute": 6.0, "reduce": 3.0}
+    resumed = {"begun_s": 160.0, "run_start": 1, "restore_s": 2.0, "resumed_from": "c"}
     return [
         event("start", 110.0, {"start": 4.0}, begun_s=100.0, run_start=0, hosts=["a", "b", "b"], global_step=0),
         event("training", 120.0, {"start": 5.0, "step": 9.0}, global_step=1),
         event("save", 131.0, {"start": 5.0, "step": 18.0, "callbacks": 1.0, "save": 1.0}, global_step=11),
-        event(
-            "time",
-            151.0,
-            {"start": 5.0, "step": 36.0, "callbacks": 3.0, "save": 1.0},
-            of_steps_s={"input": 1.0, "compute": 6.0, "reduce": 3.0},
-            global_step=31,
-        ),
-        event(
-            "start",
-            170.0,
-            {"start": 3.0},
-            2,
-            begun_s=160.0,
-            run_start=1,
-            restore_s=2.0,
-            resumed_from="c",
-            global_step=11,
-        ),
+        event("time", 151.0, spent, of_steps_s=of_steps, global_step=31),
+        event("start", 170.0, {"start": 3.0}, 2, **resumed, global_step=11),
         event("training", 172.0, {"start": 3.0, "step": 2.0}, 2, global_step=12),
         event("end", 202.0, {"start": 3.0, "step": 22.0, "evaluate": 10.0}, 2, global_step=32),
         event("start", 312.0, {"start": 3.0}, 3, begun_s=302.0, run_start=0, global_step=32),
@@ -106,30 +93,6 @@ def test_ranks_that_change_are_a_part():
     assert found.seconds["start"] == pytest.approx(7 + 9 + 11)
     assert found.seconds["steps"] == pytest.approx(20)
     assert found.total_s == pytest.approx(47)
-
-
-def test_steps_of_several_attempts_are_made_again():
-    """The third goes on before the begin of the second, whose checkpoints were damaged."""
-    events = []
-    for number, (first, last) in enumerate([(0, 100), (100, 200), (50, 200)]):
-        begin_s, process = 1000.0 * number, number
-        events += [
-            event("start", begin_s, {}, process, begun_s=begin_s, run_start=number, global_step=first),
-            event("training", begin_s, {"step": 0.0}, process, global_step=first),
-            event("end", begin_s + last - first, {"step": float(last - first)}, process, global_step=last),
-        ]
-    found = goodput.of(events)
-    assert found is not None
-    assert found.seconds["repeated"] == pytest.approx(50 + 100)
-    assert found.seconds["steps"] == pytest.approx(50 + 150)
-
-
-def test_journals_without_these_facts_say_nothing():
-    known = killed_and_restarted()
-    assert goodput.of([]) is None
-    assert goodput.of([{**one, "spent_s": None} for one in known]) is None
-    assert goodput.of([{**one, "rank": 1} for one in known]) is None
-    assert goodput.of(known[1:3]) is None
 
 
 PHASES = ["start", "step", "callbacks", "reduce", "evaluate", "save", "a wait for gradients of rank 3"]

@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from ringtrain.checkpoint import run_folder
 from ringtrain.checkpoint.checkpoint import Checkpoint
 from ringtrain.config.derived import derive
-from ringtrain.config.sections import CheckpointConfig, Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from ringtrain.config.sections import Config, HvdConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from ringtrain.errors import ConfigError
-from ringtrain.training import identity, resume
-from ringtrain.training.clock import Start
+from ringtrain.training import identity
 
 ADASUM = Config(
     optimizer=OptimizerConfig(name="sgd", learning_rate=0.001),
@@ -70,25 +67,6 @@ def test_scalings_are_compared_by_what_they_mean():
         resumes(saved(auto, 4), replaced(auto, "optimizer", learning_rate=0.5), 4)
     with pytest.raises(ConfigError, match=r"was made with optimizer.momentum 0.9, this run has 0.5"):
         resumes(saved(auto, 4), replaced(auto, "optimizer", momentum=0.5), 4)
-
-
-def test_a_run_is_complete_with_all_that_it_is_to_export(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("ringtrain.hvd.rank", lambda: 0)  # Horovod is not started in this process
-    monkeypatch.setattr("ringtrain.hvd.on_rank_0", lambda function: function())
-    summary = {"global_step": 20, "stopped_by": "", "test_accuracy": 0.5, "started": 0.0, "fit_s": 1.0}
-    run_folder.write_summary(tmp_path, summary | {"config": dataclasses.asdict(Config())})
-    start = Start(20, str(tmp_path / "checkpoints" / "step-00000020"))
-    lock = run_folder.RunLock()
-    lock.take(tmp_path)
-
-    def is_complete(**options) -> bool:
-        source = SimpleNamespace(is_quiet=False)
-        run = SimpleNamespace(config=Config(checkpoint=CheckpointConfig(**options)), lock=lock, source=source)
-        return bool(resume.complete_summary(run, start, is_trained=True))
-
-    assert not is_complete()
-    (tmp_path / "model.keras").write_bytes(b"")
-    assert is_complete()
 
 
 @pytest.mark.parametrize(("step", "num_ranks", "is_refused"), [(20, 4, False), (21, 2, False), (21, 4, True)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,7 +22,6 @@ from ringtrain import data
 from ringtrain.config.sections import DataConfig
 from ringtrain.data import tfrecord_files
 from ringtrain.data.augment import picture
-from ringtrain.data.classes import checked
 from ringtrain.errors import DataError
 from ringtrain.training.rows import errors_named
 
@@ -147,62 +147,6 @@ def message_of(root: Path, name: str, **options: Any) -> str:
     return message
 
 
-def break_folder(root: Path, how: str) -> str:
-    path = root / "image-folder" / "train" / "flower" / "0004.jpg"
-    content = path.read_bytes()
-    path.write_bytes({"text": b"404 not found", "empty": b"", "cut": content[: len(content) // 3]}[how])
-    return str(path)
-
-
-def break_record(root: Path, how: str) -> str:
-    path = root / "imagenet-tfrecords" / "train-00001-of-00002"
-    records = [*tf.data.TFRecordDataset([str(path)]).as_numpy_iterator()]
-    example = tf.train.Example.FromString(records[3])
-    feature = example.features.feature
-    if how == "label":
-        feature["image/class/label"].int64_list.value[0] = 3
-    elif how == "text":
-        feature["image/encoded"].bytes_list.value[0] = b"404 not found"
-    else:
-        del feature["image/encoded"]
-    records[3] = example.SerializeToString()
-    with tf.io.TFRecordWriter(str(path)) as writer:
-        for record in records:
-            writer.write(record)
-    return f"{path}: record 3"
-
-
-BROKEN = {
-    "text in the folder": ("image-folder", break_folder, "text", "Unknown image file format"),
-    "empty file in the folder": ("image-folder", break_folder, "empty", "Input is empty"),
-    "JPEG cut short": ("image-folder", break_folder, "cut", "Invalid JPEG data"),
-    "label": ("imagenet-tfrecords", break_record, "label", "label 3, expected 1 to 2"),
-    "text in a record": ("imagenet-tfrecords", break_record, "text", "Unknown image file format"),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_rows_that_cannot_be_made_are_named(photographs: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with one thread: what is broken is read again from within the pipeline, which must not wait for itself."""
-    monkeypatch.setattr(tf.config.threading, "get_intra_op_parallelism_threads", lambda: 1)
-    name, spoil, how, problem = BROKEN[case]
-    where = spoil(photographs, how)
-    assert message_of(photographs, name).startswith(f"{where}: {problem}")
-
-
-def test_a_record_without_a_feature_is_named(photographs: Path) -> None:
-    break_record(photographs, "feature")
-    assert "Name: record 3, Feature: image/encoded" in message_of(photographs, "imagenet-tfrecords")
-
-
-def test_broken_test_images_are_named(photographs: Path) -> None:
-    path = photographs / "image-folder" / "val" / "flower" / "0002.jpg"
-    path.write_bytes(b"x")
-    test = load(photographs, "image-folder").test
-    with pytest.raises(DataError, match=f"{path}: Unknown image"), errors_named("images"):
-        [*data.evaluation_batches(test, range(4), 4)]
-
-
 def starts_in(path: Path) -> list[int]:
     records = tf.data.TFRecordDataset([str(path)]).as_numpy_iterator()
     return [0, *itertools.accumulate(len(record) + tfrecord_files.HEADER + tfrecord_files.FOOTER for record in records)]
@@ -218,23 +162,67 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(content)
 
 
-BROKEN_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "cut within a record": (lambda path: cut(path, -5), "{path}: record 5: the file ends within it"),
-    "cut within a length": (lambda path: cut(path, starts_in(path)[4] + 5), "{path}: record 4: the file ends"),
-    "corrupt length": (lambda path: flip(path, starts_in(path)[2] + 1), "{path}: record"),
-    "huge length": (lambda path: flip(path, starts_in(path)[2] + 6), "{path}: record"),
-    "flipped bit": (lambda path: flip(path, starts_in(path)[2] + 300), "{path}: records from 0 on cannot be read"),
-    "empty": (lambda path: path.write_bytes(b""), "{path}: contains no record"),
-    "folder": (lambda path: (path.unlink(), path.mkdir()), "ringtrain.Records: no file {path}"),
+def cut_picture(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 3])
+
+
+def change_record(path: Path, change: Callable[[Any], None]) -> None:
+    """Changes the features of a file's fourth record."""
+    records = [*tf.data.TFRecordDataset([str(path)]).as_numpy_iterator()]
+    example = tf.train.Example.FromString(records[3])
+    change(example.features.feature)
+    records[3] = example.SerializeToString()
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for record in records:
+            writer.write(record)
+
+
+def other_label(path: Path) -> None:
+    def change(feature: Any) -> None:
+        feature["image/class/label"].int64_list.value[0] = 3
+
+    change_record(path, change)
+
+
+def no_image(path: Path) -> None:
+    def change(feature: Any) -> None:
+        del feature["image/encoded"]
+
+    change_record(path, change)
+
+
+PICTURE, RECORDS = "image-folder/train/flower/0004.jpg", "imagenet-tfrecords/train-00000-of-00002"
+BROKEN: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "text": (PICTURE, lambda path: path.write_text("404 not found"), "{path}: Unknown image file format"),
+    "JPEG cut short": (PICTURE, cut_picture, "{path}: Invalid JPEG data"),
+    "label": (RECORDS, other_label, "{path}: record 3: label 3, expected 1 to 2"),
+    "no feature": (RECORDS, no_image, "{path}: .*Name: record 3, Feature: image/encoded"),
+    "cut within a record": (RECORDS, lambda path: cut(path, -5), "{path}: record 5: the file ends within it"),
+    "cut within a length": (RECORDS, lambda path: cut(path, starts_in(path)[4] + 5), "{path}: record 4: the file ends"),
+    "corrupt length": (RECORDS, lambda path: flip(path, starts_in(path)[2] + 1), "{path}: record"),
+    "flipped bit": (RECORDS, lambda path: flip(path, starts_in(path)[2] + 300), "{path}: records from 0 on cannot be"),
+    "empty": (RECORDS, lambda path: path.write_bytes(b""), "{path}: contains no record"),
 }
 
 
-@pytest.mark.parametrize("case", BROKEN_FILES)
-def test_broken_files_of_records_are_named(photographs: Path, case: str) -> None:
-    spoil, message = BROKEN_FILES[case]
-    path = photographs / "imagenet-tfrecords" / "train-00000-of-00002"
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_broken_is_named(photographs: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with one thread: what is broken is read again from within the pipeline, which must not wait for itself."""
+    monkeypatch.setattr(tf.config.threading, "get_intra_op_parallelism_threads", lambda: 1)
+    file, spoil, message = BROKEN[case]
+    path = photographs / file
     spoil(path)
-    assert message_of(photographs, "imagenet-tfrecords").startswith(message.format(path=path))
+    name = path.relative_to(photographs).parts[0]
+    assert re.match(message.format(path=re.escape(str(path))), message_of(photographs, name))
+
+
+def test_broken_test_images_are_named(photographs: Path) -> None:
+    path = photographs / "image-folder" / "val" / "flower" / "0002.jpg"
+    path.write_bytes(b"x")
+    test = load(photographs, "image-folder").test
+    with pytest.raises(DataError, match=f"{path}: Unknown image"), errors_named("images"):
+        [*data.evaluation_batches(test, range(4), 4)]
 
 
 def emptied(path: Path) -> None:
@@ -244,14 +232,10 @@ def emptied(path: Path) -> None:
 
 MISSING: dict[str, tuple[str, str, Callable[[Path], Any], str]] = {
     "no folder": ("image-folder", "train", shutil.rmtree, "{path}: cannot be read: No such file or directory"),
-    "no images": ("image-folder", "train", emptied, "ringtrain.Records: no file {path}"),
     "no class": ("image-folder", "train/0.png", Path.touch, "{path}: is in none of the folders"),
     "no test": ("image-folder", "val", shutil.rmtree, "{root}: contains neither val nor test"),
-    "other classes": ("image-folder", "train/flower", shutil.rmtree, "{root}/val/flower/0000.jpg: is in none of the"),
     "no records": ("imagenet-tfrecords", "", emptied, "{root}: contains 0 files train-"),
-    "no record folder": ("imagenet-tfrecords", "", shutil.rmtree, "{root}: cannot be read: No such file"),
     "missing shard": ("imagenet-tfrecords", "train-00001-of-00002", Path.unlink, "{root}: contains 1 files train-"),
-    "other shard": ("imagenet-tfrecords", "train-00001-of-00003", Path.touch, "{root}: contains 3 files train-"),
     "no validation": ("imagenet-tfrecords", "validation-00000-of-00001", Path.unlink, "{root}: contains 0 files valid"),
 }
 
@@ -265,10 +249,9 @@ def test_missing_files_are_named(photographs: Path, case: str) -> None:
     assert str(error.value).startswith(message.format(path=photographs / name / path, root=photographs / name))
 
 
-@pytest.mark.parametrize("name", [*SOURCES])
-def test_a_source_that_needs_a_directory_asks_for_it(name: str) -> None:
-    with pytest.raises(DataError, match=rf"{name}: give its .* with --data.dir"):
-        data.source(DataConfig(name=name))()
+def test_a_source_that_needs_a_directory_asks_for_it() -> None:
+    with pytest.raises(DataError, match=r"image-folder: give its .* with --data.dir"):
+        data.source(DataConfig(name="image-folder"))()
 
 
 @pytest.fixture
@@ -298,13 +281,8 @@ def forbidden(path: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "path"),
     [
-        ("image-folder", "."),
-        ("image-folder", "train"),
-        ("image-folder", "val"),
         ("image-folder", "train/flower"),
         ("image-folder", "train/temple/0003.jpg"),
-        ("imagenet-tfrecords", "."),
-        ("imagenet-tfrecords", "train-00001-of-00002"),
         ("imagenet-tfrecords", "labels.txt"),
     ],
 )
@@ -313,10 +291,3 @@ def test_files_without_permission_are_named(open_to_all: Path, name: str, path: 
     with forbidden(open_to_all / name / path):
         message = message_of(open_to_all, name)
     assert message.startswith(str(open_to_all / name / path)) and "Permission denied" in message
-
-
-def test_images_in_memory_become_numbers_from_0_to_1() -> None:
-    pixels = np.random.default_rng(0).integers(1, 256, (8, 6, 6, 3)).astype(np.uint8)
-    split = pixels, np.arange(8)
-    ((images, _),) = data.evaluation_batches(checked("generated", split, split).test, range(8), 8)
-    assert np.allclose(images, pixels / 255)

@@ -38,11 +38,9 @@ def whole_run() -> Events:
 
 def test_a_run_with_changes_is_whole() -> None:
     assert sample_ledger.ledger(whole_run(), 10) == sample_ledger.Ledger(10, (), undone=1)
-
-
-def test_a_run_that_resumes_from_a_checkpoint_counts_from_there() -> None:
-    events = [*generation("a", "", 1, 3), {"event": "end", "generation": "a", "global_step": 5, "rank": 0}]
-    assert sample_ledger.ledger(events, 5).breaches == ()
+    assert sample_ledger.ledger(whole_run(), 11).breaches, "a step is missing"
+    resumed = [*generation("a", "", 1, 3), {"event": "end", "generation": "a", "global_step": 5, "rank": 0}]
+    assert sample_ledger.ledger(resumed, 5).breaches == (), "it counts from the checkpoint"
 
 
 def drop_a_commit(events: Events) -> None:
@@ -60,12 +58,6 @@ def go_back_less(events: Events) -> None:
             event["global_step"] = 5
 
 
-def go_back_further(events: Events) -> None:
-    for event in events:
-        if event["event"] == "resize" and event["generation"] == "c":
-            event["global_step"] = 4
-
-
 def forget_a_generation(events: Events) -> None:
     events[:] = [e for e in events if not (e["event"] == "resize" and e["generation"] == "b")]
 
@@ -74,19 +66,7 @@ def end_early(events: Events) -> None:
     events[-1]["global_step"] = 9
 
 
-def never_end(events: Events) -> None:
-    events.pop()
-
-
-TAMPERINGS = [
-    drop_a_commit,
-    commit_of_earlier_steps,
-    go_back_less,
-    go_back_further,
-    forget_a_generation,
-    end_early,
-    never_end,
-]
+TAMPERINGS = [drop_a_commit, commit_of_earlier_steps, go_back_less, forget_a_generation, end_early, list.pop]
 
 
 @pytest.mark.parametrize("tamper", TAMPERINGS)
@@ -94,10 +74,6 @@ def test_what_is_false_is_noticed(tamper: Callable[[Events], None]) -> None:
     events = copy.deepcopy(whole_run())
     tamper(events)
     assert sample_ledger.ledger(events, 10).breaches
-
-
-def test_a_step_that_is_missing_is_noticed() -> None:
-    assert sample_ledger.ledger(whole_run(), 11).breaches
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:

@@ -49,7 +49,6 @@ ENDINGS = {
     "exception": ("raise OSError('disk full')", 1, "OSError: disk full\n"),
     "crash": ("os.write(2, b'last words\\n')\nos.abort()", -signal.SIGABRT, "last words\n"),
     "killed": ("os.write(2, b'last words\\n')\nos.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, "last words\n"),
-    "watched twice": ("log_capture.watch()\nprint('hello', file=sys.stderr)", 0, "hello\n"),
     "watcher killed": (
         "watcher = int(open(f'/proc/self/task/{os.getpid()}/children').read())\nos.kill(watcher, signal.SIGKILL)\n"
         "os.waitid(os.P_PID, watcher, os.WEXITED | os.WNOWAIT)\nsys.stderr.write('half a line')",
@@ -96,7 +95,7 @@ def test_progress_without_line_ends_is_shown_and_logged_while_it_goes_on(tmp_pat
     assert log.read_bytes().endswith(b"50 %\r100 %not shown\n")
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
 def test_a_signal_to_all_processes_of_a_rank_does_not_silence_one_that_goes_on(name):
     heard = f"signal.signal(signal.{name}, lambda *_: None); os.killpg(0, signal.{name})"
     assert watched(f"{heard}; print('saved', file=sys.stderr)") == (0, "saved\n")

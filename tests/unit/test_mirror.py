@@ -6,20 +6,17 @@ import json
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from ringtrain.checkpoint import checkpoint, mirror
 from ringtrain.checkpoint.mirror import WRITER, Mirror
-from ringtrain.checkpoint.run_folder import RunLock
-from ringtrain.config.sections import Config, RunConfig
 from ringtrain.errors import CheckpointError, DataError, RunDirectoryError
 from ringtrain.protocol.attempt import Attempt
 from ringtrain.protocol.env import ATTEMPT
-from ringtrain.training import run_files
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +60,17 @@ def names(*steps: int) -> list[str]:
 
 def writer(token: str, job: str = "") -> str:
     return json.dumps({"host": "b", "process": 2, "job": job, "token": token, "time": 3})
+
+
+def before_each_file(monkeypatch, copy: Mirror, call: Callable[[], object]) -> None:
+    """Calls a function before each file that a mirror copies."""
+    put = copy.store.put_file
+
+    def called(path, to, **kwargs):
+        call()
+        put(path, to, **kwargs)
+
+    monkeypatch.setattr(copy.store, "put_file", called)
 
 
 def test_a_run_continues_where_its_disk_is_gone(tmp_path):
@@ -162,13 +170,8 @@ def test_what_is_not_copied_within_the_grace_is_said(tmp_path, monkeypatch):
     run, there = saved(tmp_path / "r", 10), tmp_path / "there"
     copy = Mirror(str(there), "r")
     copy.finish(run)
-    may_continue, put = threading.Event(), copy.store.put_file
-
-    def late(path, to, **kwargs):
-        may_continue.wait(60)
-        put(path, to, **kwargs)
-
-    monkeypatch.setattr(copy.store, "put_file", late)
+    may_continue = threading.Event()
+    before_each_file(monkeypatch, copy, lambda: may_continue.wait(60))
     saved(run, 20)
     expected = (
         rf"there/r: not all is copied, and the time to save is over \(--grace\): not there: {names(20)[0]};"
@@ -187,36 +190,6 @@ def test_what_is_not_copied_within_the_grace_is_said(tmp_path, monkeypatch):
     assert steps_in(there / "r") == names(10, 20)
 
 
-def test_another_rank_of_the_job_takes_over(tmp_path, monkeypatch, capfd):
-    """With another disk: its own files stay, and the checkpoints of the first follow."""
-    monkeypatch.setenv(ATTEMPT, Attempt(job="j").to_json())
-    first, there = saved(tmp_path / "1" / "r", 10, 20), tmp_path / "there"
-    copy = Mirror(str(there), "r")
-    copy.finish(first)
-    job = SimpleNamespace(numbers=Config().train)
-    run = SimpleNamespace(config=Config(run=RunConfig(name="r", mirror=str(there))), lock=RunLock(), job=job)
-    folder = tmp_path / "2" / "r"
-    (folder / "logs").mkdir(parents=True)
-    (folder / "logs" / "rank-1.log").write_text("own")
-    run_files.take_over(run, folder, "")
-    assert steps_in(folder) == names(10, 20) and (folder / "metrics.jsonl").read_text() == "20\n"
-    assert (folder / "logs" / "rank-1.log").read_text() == "own"
-    saved(first, 25)
-    with pytest.raises(RunDirectoryError, match="taken over by process"):
-        copy.finish(first)
-    copy.close()
-    run.lock.mirror.finish(saved(folder, 30))
-    run.lock.release()
-    assert steps_in(there / "r") == names(10, 20, 30) and not (there / "r" / WRITER).exists()
-
-    shutil.rmtree(there)
-    there.write_text("no folder")
-    run_files.take_over(run, folder, "")
-    assert run.lock.mirror is None
-    assert "nothing more is copied there" in capfd.readouterr().err
-    run.lock.release()
-
-
 def test_one_job_writes_at_a_time(tmp_path, monkeypatch, capfd):
     monkeypatch.delenv(ATTEMPT, raising=False)
     first = Mirror(str(tmp_path), "r")
@@ -227,19 +200,18 @@ def test_one_job_writes_at_a_time(tmp_path, monkeypatch, capfd):
     capfd.readouterr()
     Mirror(str(tmp_path), "r").close()
     assert "waiting" not in capfd.readouterr().err, "the first has given it up"
+    (tmp_path / "file").write_text("")
+    for place, said in (("nonsense://bucket/runs", "nonsense"), (str(tmp_path / "file"), "cannot be")):
+        with pytest.raises(DataError, match=said):
+            Mirror(place, "r")
 
 
 def test_a_job_that_copies_a_large_file_is_not_taken_for_lost(tmp_path, monkeypatch):
     """Its upload takes longer than a second writer waits for a change."""
     run, there = saved(tmp_path / "r", 10), tmp_path / "there"
     first = Mirror(str(there), "r")
-    may_continue, put = threading.Event(), first.store.put_file
-
-    def slowly(path, to, **kwargs):
-        may_continue.wait(60)
-        put(path, to, **kwargs)
-
-    monkeypatch.setattr(first.store, "put_file", slowly)
+    may_continue = threading.Event()
+    before_each_file(monkeypatch, first, lambda: may_continue.wait(60))
     first.add(run)
     with pytest.raises(RunDirectoryError, match="in use by process"):
         Mirror(str(there), "r")
@@ -269,6 +241,10 @@ def test_a_job_that_is_no_longer_the_writer_copies_nothing_more(tmp_path):
     copy = Mirror(str(there.parent), "r")
     copy.finish(run)
     (there / WRITER).write_text(writer("x"))
+    end_s = time.monotonic() + 60
+    while not copy.lost_to and time.monotonic() < end_s:  # it notices between checkpoints
+        time.sleep(0.01)
+    assert copy.lost_to == "process 2 on b"
     saved(run, 20)
     with pytest.raises(RunDirectoryError, match="taken over by process 2 on b"):
         copy.finish(run)
@@ -279,26 +255,10 @@ def test_a_job_that_is_no_longer_the_writer_copies_nothing_more(tmp_path):
     assert (there / WRITER).read_text() == writer("x"), "it is the other job's"
 
 
-def test_a_job_notices_between_checkpoints_that_it_is_no_longer_the_writer(tmp_path):
-    copy = Mirror(str(tmp_path), "r")
-    (tmp_path / "r" / WRITER).write_text(writer("x"))
-    end_s = time.monotonic() + 60
-    while not copy.lost_to and time.monotonic() < end_s:
-        time.sleep(0.01)
-    assert copy.lost_to == "process 2 on b"
-    copy.close()
-
-
 def test_a_slow_copy_is_completed_although_the_run_removes_the_checkpoint(tmp_path, monkeypatch):
     run, there = tmp_path / "runs" / "r", tmp_path / "there"
     copy = Mirror(str(there), "r")
-    put = copy.store.put_file
-
-    def slowly(path, to, **kwargs):
-        time.sleep(0.05)
-        put(path, to, **kwargs)
-
-    monkeypatch.setattr(copy.store, "put_file", slowly)
+    before_each_file(monkeypatch, copy, lambda: time.sleep(0.05))
     complete = []
     for step in range(1, 25):
         saved(run, step)
@@ -318,49 +278,18 @@ def test_a_copy_that_fails_is_said_and_tried_again(tmp_path, capsys, monkeypatch
     copy = Mirror(str(there.parent), "r")
     copy.finish(run)
     removed(saved(run, 10), 5)
-    put, fails = copy.store.put_file, True
 
-    def failing(path, there, **kwargs):
-        if fails:
-            raise OSError(28, "No space left on device")
-        return put(path, there, **kwargs)
+    def fail():
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(copy.store, "put_file", failing)
+    before_each_file(monkeypatch, copy, fail)
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"cannot be written: No space left.*: not there: step-00000010; "):
             copy.finish(run)
     assert capsys.readouterr().err.count("No space left") == 1, "it is printed once"
     assert steps_in(there) == names(5), "the newest complete one stays"
     assert len(copy.failures) == 2
-    fails = False
+    monkeypatch.undo()
     copy.finish(run)  # an earlier error is no error of the end
     copy.close()
     assert steps_in(there) == names(10)
-
-
-def test_what_cannot_be_removed_does_not_end_the_run(tmp_path, monkeypatch):
-    run, there = saved(tmp_path / "runs" / "r", 10), tmp_path / "there"
-    copy = Mirror(str(there), "r")
-    copy.finish(run)
-
-    def refused(path):
-        raise PermissionError(13, "Access Denied")
-
-    monkeypatch.setattr(copy.store, "rm_file", refused)
-    removed(saved(run, 20), 10)
-    copy.finish(run)
-    assert len(copy.failures) == 1 and "step-00000010: cannot be removed: " in copy.failures[0]
-    assert steps_in(there / "r") == names(10, 20)
-    monkeypatch.undo()
-    saved(run, 30)
-    copy.finish(run)
-    copy.close()
-    assert steps_in(there / "r") == names(20, 30)
-
-
-def test_what_cannot_be_written_or_reached_is_said_at_the_start(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be"):
-        Mirror(str(tmp_path / "file"), "r")
-    with pytest.raises(DataError, match="nonsense"):
-        Mirror("nonsense://bucket/runs", "r")

@@ -21,7 +21,7 @@ from ringtrain import from_rank_0
 from ringtrain.data import blocks
 from ringtrain.data.blocks import BlockCache, num_bytes
 from ringtrain.data.parts import Parts
-from ringtrain.data.records import LANES, RecordRows, Records
+from ringtrain.data.records import RecordRows, Records
 from ringtrain.errors import DataError
 
 
@@ -77,6 +77,10 @@ def test_rows_are_those_of_the_files(folder: Path) -> None:
     assert sorted(found) == list(range(203)) and found != sorted(found)
     in_order = np.concatenate([y.numpy() for _, y in rows.dataset(32)])
     assert in_order.tolist() == list(range(203))
+    shuffled = rows.dataset(32, seed=1)
+    first, second = (np.concatenate([y.numpy() for _, y in shuffled]).tolist() for _ in range(2))
+    of_second = np.concatenate([y.numpy() for _, y in rows.dataset(32, seed=1, epoch=1)]).tolist()
+    assert first == found != second == of_second
 
 
 def test_classes_have_weights(folder: Path) -> None:
@@ -106,56 +110,6 @@ def test_the_order_is_that_of_any_number_of_ranks_and_goes_on_within_an_epoch(fo
         assert max(number for _, number in parts) < num_read
     late, num_late = ids(0, 1, first_step=5)
     assert late == whole[5:] and num_late < num_read
-
-
-def test_blocks_are_dropped_at_the_limit_but_not_before_they_are_used() -> None:
-    read: list[int] = []
-
-    def block(number: int) -> list[Any]:
-        read.append(number)
-        return [np.full(100, number, np.int64)]
-
-    cache = BlockCache(block, max_blocks=5)
-    for number in range(20):
-        cache.start([number + 1, number + 2])
-        assert cache.take([number])[number][0][0] == number
-    cache.take([20, 21])
-    assert sorted(read) == [*range(22)]
-    assert len(cache._blocks) <= 5
-    cache.take([0])
-    assert read[-1] == 0  # was dropped
-    together = cache.take(range(30, 40))  # more than the limit
-    assert [int(together[number][0][0]) for number in range(30, 40)] == list(range(30, 40))
-
-
-def test_blocks_that_an_iteration_has_left_are_dropped_before_those_in_use() -> None:
-    cache = BlockCache(lambda number: [np.zeros(100, np.int64)], max_blocks=4)
-    cache.start(range(100, 130))  # of an iteration that ends before it uses them
-    cache.take(range(100, 130))
-    cache.start(range(200, 230))
-    for _ in range(5):
-        cache.take([1, 2])
-    read = counted(cache)
-    cache.take([1, 2])
-    assert not read and len(cache._blocks) <= 4
-
-
-def test_many_threads_read_a_block_once() -> None:
-    cache = BlockCache(lambda number: [np.zeros(1)], max_blocks=99)
-    read = counted(cache)
-    threads = [threading.Thread(target=cache.take, args=([1, 2],)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(read) == [1, 2]
-
-
-def test_lanes_follow_from_memory(folder: Path) -> None:
-    rows = records(folder)
-    of_largest = rows.bytes_of_row * max(block.num_rows for block in rows.blocks)
-    assert rows.lanes == LANES[0] and rows.lanes * 2 * of_largest <= rows.max_bytes
-    assert RecordRows(rows, shuffle=True).plan["files"].startswith("3 of TFRecord, 12 blocks")
 
 
 @pytest.mark.parametrize("batch_size", [8, 512])
@@ -196,40 +150,6 @@ def test_nothing_stays_of_records_that_are_deleted(folder: Path) -> None:
     assert alive() is None and not readers() - before
 
 
-def test_a_dataset_has_another_order_in_each_iteration(folder: Path) -> None:
-    dataset = records(folder).dataset(32, seed=1)
-    passes = [np.concatenate([y.numpy() for _, y in dataset]).tolist() for _ in range(2)]
-    assert passes[0] != passes[1] and sorted(passes[0]) == sorted(passes[1]) == list(range(203))
-    later = records(folder).dataset(32, seed=1, epoch=1)
-    assert np.concatenate([y.numpy() for _, y in later]).tolist() == passes[1]
-
-
-def test_a_block_that_could_not_be_read_is_tried_again() -> None:
-    errors = [DataError("the network is down")]
-
-    def read(number: int) -> list[Any]:
-        if errors:
-            raise errors.pop()
-        return [np.zeros(1)]
-
-    cache = BlockCache(read, max_blocks=1)
-    with pytest.raises(DataError, match="down"):
-        cache.take([1])
-    assert cache.take([1])[1][0] == 0
-
-
-def test_arguments_that_would_be_taken_for_others(folder: Path) -> None:
-    wrong: dict[str, dict[str, Any]] = {
-        "a weight without a target": {"weight": "id"},
-        "got {} in inputs": {"inputs": {}},
-        "memory_mb 0": {"memory_mb": 0},
-        "got no files": {"files": []},
-    }
-    for message, arguments in wrong.items():
-        with pytest.raises(DataError, match=message):
-            Records(**{"files": folder, "inputs": "x", **arguments})
-
-
 def test_one_process_evaluates_rows_of_files(folder: Path) -> None:
     """As several ranks do, which divide the rows."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
@@ -242,55 +162,36 @@ def test_one_process_evaluates_rows_of_files(folder: Path) -> None:
         assert error == pytest.approx(np.mean(expected - np.arange(203)))
 
 
-def test_losses_of_single_outputs_are_those_of_keras(folder: Path) -> None:
-    """With a last, smaller batch: Keras counts the end of data of an unknown length in them."""
-    inputs = keras.Input((2,))
-    outputs = {name: keras.layers.Dense(1, kernel_initializer="ones", name=name)(inputs) for name in "pq"}
-    model = keras.Model(inputs, outputs)
-    model.compile("sgd", {"p": "mse", "q": "mae"})
-    rows = Records(folder, inputs="x", target={"p": "id", "q": "id"})
-    expected = model.evaluate(rows.dataset(20), verbose=0, return_dict=True)
-    assert ringtrain.evaluate(model, rows, batch_size=20, verbose=0, return_dict=True) == pytest.approx(expected)
-
-
 def test_what_cannot_be_read_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
     first = folder / "part-0.tfrecord"
     content = bytearray(first.read_bytes())
-
-    def changed(name: str, place: int, value: int = 1) -> str:
-        copy = bytearray(content)
-        copy[place] ^= value
-        path = tmp_path / name
-        path.write_bytes(copy)
-        return str(path)
-
-    short = tmp_path / "short.tfrecord"
-    short.write_bytes(content[:700])
+    (tmp_path / "short").write_bytes(content[:700])
+    content[930] ^= 1
+    (tmp_path / "changed").write_bytes(content)
+    (tmp_path / "parquet").write_bytes(b"PAR1")
     (tmp_path / "other").write_text("no records are in this file, but a text\n")
-    (tmp_path / "empty").mkdir()
     wrong: dict[str, dict[str, Any]] = {
+        "got no files": {"files": []},
         "no file .*/nothing-": {"files": tmp_path / "nothing-*"},
-        "no file .*/empty": {"files": tmp_path / "empty"},
         "none://bucket/rows: ": {"files": "none://bucket/rows"},
-        "part-0.tfrecord: has no feature z: it has id, text, x": {"files": first, "inputs": "z"},
-        "first: records from 0 on cannot be read: corrupted record": {"files": changed("first", 40)},
-        "changed: records from 0 on cannot be read: corrupted record": {"files": changed("changed", 930)},
-        "short.tfrecord: record 10: the file ends within it": {"files": short},
+        "expected files of one kind": {"files": [first, tmp_path / "parquet"]},
+        "part-0.tfrecord: has no feature z: it has id, text, x": {"inputs": "z"},
+        r"got \['x', 3\] in inputs or target": {"inputs": ["x", 3]},
+        "a weight without a target": {"weight": "id"},
+        "memory_mb 0": {"memory_mb": 0},
+        "changed: records from 0 on cannot be read: corrupted record": {"files": tmp_path / "changed"},
+        "short: record 10: the file ends within it": {"files": tmp_path / "short"},
         "other: record 0: the file ends within it, or a length is damaged": {"files": tmp_path / "other"},
-        "transform has random_uniform, which would depend": {
-            "files": first,
-            "transform": lambda x: x + tf.random.uniform([]),
-        },
-        r"got \['x', 3\] in inputs or target": {"files": first, "inputs": ["x", 3]},
+        "transform has random_uniform, which would depend": {"transform": lambda x: x + tf.random.uniform([])},
     }
     for message, arguments in wrong.items():
         with pytest.raises((DataError, tf.errors.OpError), match=message) as error:
-            for _ in Records(**{"inputs": "x", **arguments}).dataset(8):
+            for _ in Records(**{"files": first, "inputs": "x", **arguments}).dataset(8):
                 pass
         assert isinstance(error.value, tf.errors.OpError) or "\n" not in str(error.value)
-    with pytest.raises(DataError, match="expected files of one kind"):
-        (tmp_path / "rows").write_bytes(b"PAR1")
-        Records([first, tmp_path / "rows"], inputs="x")
+    for batch_size in (0, 2.5, "a"):
+        with pytest.raises(DataError, match="expected an integer of at least 1"):
+            Records(first, "x").dataset(batch_size)
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -398,9 +299,3 @@ def test_a_process_ends_while_blocks_are_read(folder: Path, expression: str) -> 
     command = [sys.executable, "-c", LEFT.replace("EXPRESSION", expression), str(folder)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 0 and "read (8, 2)" in ended.stdout, ended.stderr[-3000:]
-
-
-@pytest.mark.parametrize("batch_size", [0, -1, 2.5, "a"])
-def test_a_batch_size_that_is_none(folder: Path, batch_size: Any) -> None:
-    with pytest.raises(DataError, match="expected an integer of at least 1"):
-        records(folder).dataset(batch_size)

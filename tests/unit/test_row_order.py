@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from ringtrain.data.parts import Parts
 from ringtrain.data.row_order import (
-    NUM_ORDERS,
     Order,
     ShuffledBlocks,
     evaluation_shard,
@@ -57,21 +56,6 @@ def test_any_steps_are_those_of_the_whole_order(arguments: tuple[Any, ...], data
         assert np.array_equal(order.rows(step, places), rows[step * batch : (step + 1) * batch][places])
 
 
-@given(lane_orders(), st.integers(1, 5))
-def test_parts_of_ranks_are_those_of_the_whole_order(arguments: tuple[Any, ...], size: int) -> None:
-    """Each rank has an order of its own, of which it asks its rows alone."""
-    rows, batch = whole(lane_order(*arguments)), arguments[2]
-    orders = [lane_order(*arguments) for _ in range(size)]
-    for step in range(orders[0].num_steps):
-        expected = rows[step * batch : (step + 1) * batch]
-        parts = []
-        for rank, order in enumerate(orders):
-            ((begin, end),) = Parts.of_rank(rank, size).bounds(len(expected))
-            if begin < end:
-                parts.append(order.rows(step, range(begin, end)))
-        assert np.array_equal(np.concatenate(parts), expected)
-
-
 def test_blocks_that_draw_from_one_generator_depend_on_the_steps_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the tests above."""
     draw = np.random.default_rng(0)
@@ -85,16 +69,6 @@ def test_blocks_that_draw_from_one_generator_depend_on_the_steps_before(monkeypa
     rows = whole(lane_order(*arguments))
     assert sorted(rows) == list(range(240))
     assert not np.array_equal(lane_order(*arguments).rows(5), rows[160:192])
-
-
-def test_blocks_and_their_rows_are_shuffled_and_differ_between_epochs_and_seeds() -> None:
-    orders = [whole(lane_order([50] * 8, 1, 16, seed, epoch)) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
-    blocks = {tuple(order[::50] // 50) for order in orders}
-    assert len(blocks) == 3
-    in_block_0 = {tuple(order[order < 50]) for order in orders}
-    assert len(in_block_0) == 3
-    rows_of_blocks = {tuple(orders[0][orders[0] // 50 == block] % 50) for block in range(8)}
-    assert len(rows_of_blocks) == 8
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -111,24 +85,6 @@ def test_a_rank_reads_the_blocks_of_its_lanes(size: int) -> None:
     # A shuffle of all rows would have each rank read all blocks.
     shuffled = np.random.default_rng(0).permutation(num_lanes * rows_of_block).reshape(-1, batch)
     assert size == 1 or len({*(shuffled[:, places[0]] // rows_of_block).reshape(-1).tolist()}) > num_lanes / size + 1
-
-
-@pytest.mark.parametrize("num_places", [8, 32])
-def test_the_orders_of_a_few_blocks_are_in_memory(num_places: int) -> None:
-    """Each is made once, although there are 400 blocks."""
-    num_lanes, batch = 8, 32
-    order = lane_order([50] * 400, num_lanes, batch, 0, 0)
-    for step in range(order.num_whole):
-        order.rows(step, range(num_places))
-    found = order._line._order_of_block.cache_info()  # type: ignore[union-attr]
-    assert found.currsize == NUM_ORDERS and found.misses <= 400 * num_places // batch + num_lanes
-
-
-def test_an_array_is_an_order() -> None:
-    numbers = np.random.default_rng(0).permutation(100)
-    order = Order(numbers, 16)
-    assert np.array_equal(whole(order), numbers)
-    assert np.array_equal(order.rows(2, [3, 5]), numbers[[35, 37]])
 
 
 @given(st.integers(0, 500), st.integers(1, 7), st.integers(1, 9))

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from keras import layers
 
 from ringtrain import hvd
-from ringtrain.config import files
 from ringtrain.config.sections import DeviceConfig
-from ringtrain.errors import ConfigError, DeviceError
+from ringtrain.errors import DeviceError
 from ringtrain.hvd.model_parallel import stages
 from ringtrain.training import devices
 
@@ -78,21 +77,6 @@ def test_what_cannot_be_split_is_refused() -> None:
     trained.train_on_batch(np.ones((2, 6)), np.ones((2, 1)))
     with pytest.raises(ValueError, match="has slots already"):
         hvd.split(trained, 1)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--model.split", "layers:1"],
-        ["--model.split", "rows:2"],
-        ["--model.micro-batches", "64"],
-        ["--model.split", "layers:2", "--train.jit"],
-        ["--model.micro-batches", "2", "--model.sync-batch-norm"],
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(words: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"model\.(split|stages|micro_batches)"):
-        files.read(words)
 
 
 def test_each_rank_has_the_next_gpus_of_its_host() -> None:

@@ -12,48 +12,34 @@ import signal
 import socket
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from ringtrain.checkpoint import run_folder
-from ringtrain.config.sections import Config, RunConfig
 from ringtrain.errors import RunDirectoryError
-from ringtrain.protocol.attempt import Attempt
-from ringtrain.training import run_files
 
 
-def test_default_name_says_what_and_when(monkeypatch):
+def test_a_name_of_ones_own_is_taken_once_and_a_default_name_is_numbered(tmp_path, monkeypatch):
+    def create(name: str, **more: bool) -> str:
+        return str(run_folder.create_folder(tmp_path / "runs", name, **{"number_if_taken": False, **more}).name)
+
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
-    assert run_folder.default_name("digits", 1795169655) == "digits-20261120-101415"
-    assert run_folder.default_name("my/module.x:load", 0) == "my-module.x-load-19700101-000000"
-
-
-def test_a_name_of_ones_own_is_taken_once(tmp_path):
-    folder = run_folder.create_folder(tmp_path / "a" / "runs", "mine", number_if_taken=False)
-    assert folder == tmp_path / "a" / "runs" / "mine"
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "logs", "tensorboard"]
-    (folder / "config.toml").write_text("")
+    name = run_folder.default_name("my/module.x:load", 0)
+    assert name == "my-module.x-load-19700101-000000"
+    names = [create(name, number_if_taken=True) for _ in range(3)]
+    assert names == [name, f"{name}-2", f"{name}-3"]
+    (tmp_path / "runs" / "mine").mkdir()  # an empty folder may be used
+    assert create("mine") == "mine"
+    mine = tmp_path / "runs" / "mine"
+    assert sorted(path.name for path in mine.iterdir()) == ["checkpoints", "logs", "tensorboard"]
+    (mine / "metrics.jsonl").write_text("")
+    (mine / "checkpoints" / "step-00000010").mkdir()
     with pytest.raises(RunDirectoryError, match=r"mine: exists already: choose another --run.name, or delete it"):
-        run_folder.create_folder(tmp_path / "a" / "runs", "mine", number_if_taken=False)
-
-
-def test_a_default_name_is_numbered_when_it_is_taken(tmp_path):
-    names = [run_folder.create_folder(tmp_path, "digits-1", number_if_taken=True).name for _ in range(3)]
-    assert names == ["digits-1", "digits-1-2", "digits-1-3"]
-
-
-def test_an_empty_folder_may_be_used(tmp_path):
-    (tmp_path / "mine").mkdir()
-    assert run_folder.create_folder(tmp_path, "mine", number_if_taken=False) == tmp_path / "mine"
-
-
-def test_a_folder_with_checkpoints_is_a_run_also_without_its_configuration(tmp_path):
-    (tmp_path / "mine" / "checkpoints" / "step-00000010").mkdir(parents=True)
-    (tmp_path / "mine" / "metrics.jsonl").write_text("")
-    assert run_folder.is_run(tmp_path / "mine")
-    assert run_folder.create_folder(tmp_path, "mine", number_if_taken=False, reuse=True) == tmp_path / "mine"
+        create("mine")
+    assert run_folder.is_run(mine) and create("mine", reuse=True) == "mine", "also without its configuration"
+    with pytest.raises(RunDirectoryError, match=r"cannot be created: Not a directory: .*--run.directory"):
+        create("mine/metrics.jsonl/other")
 
 
 def test_a_complete_run_without_checkpoints_is_not_trained_again(tmp_path, capsys):
@@ -196,27 +182,6 @@ def test_where_the_file_system_has_no_locks_that_is_said(tmp_path, monkeypatch, 
     lock = run_folder.RunLock()
     lock.take(tmp_path)
     assert "the file system has no locks" in capfd.readouterr().err and lock.folder == tmp_path
-
-
-def test_a_restart_is_the_same_job_also_when_no_run_was_reported(tmp_path, holder, monkeypatch, capfd):
-    """As after the loss of a host before training."""
-    config = Config(run=RunConfig(directory=str(tmp_path.parent), name=tmp_path.name))
-    monkeypatch.setattr(run_folder, "REPORTED_S", 0.1)
-    monkeypatch.setattr(run_folder, "WAIT_S", 0.5)
-    monkeypatch.setattr("ringtrain.hvd.on_rank_0", lambda function: function())  # Horovod is not started here
-    for number, is_waited_for in ((0, False), (1, True)):
-        with pytest.raises(RunDirectoryError, match="in use by process"):
-            lock, attempt = run_folder.RunLock(), Attempt(number=number)
-            run_files.lock_folder(SimpleNamespace(config=config, lock=lock, attempt=attempt))
-        assert ("waiting up to" in capfd.readouterr().err) == is_waited_for
-
-
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        RunDirectoryError, match=r"file/runs/mine: cannot be created: Not a directory: .*--run.directory"
-    ):
-        run_folder.create_folder(tmp_path / "file" / "runs", "mine", number_if_taken=False)
 
 
 def test_summary_is_json_that_everybody_reads(tmp_path):

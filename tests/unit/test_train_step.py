@@ -1,13 +1,12 @@
-"""The layers around a model's training step: their order, and what is left when they are gone."""
+"""What a model's training step assigns, and the layers around it that stay when a callback sets another step."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
+import keras
 
-keras = pytest.importorskip("keras")
-train_step = pytest.importorskip("ringtrain.hvd.train_step")
+from ringtrain.hvd import keras_patches, train_step
 
 
 def noting(seen: list[str], layer: str) -> Any:
@@ -21,35 +20,13 @@ def noting(seen: list[str], layer: str) -> Any:
     return wrapper
 
 
-def model_with_a_step_of_its_object(seen: list[str]) -> Any:
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    vars(model)["train_step"] = lambda batch: seen.append("own")
-    return model
-
-
-def test_afterwards_a_model_has_the_layers_that_it_had() -> None:
-    seen: list[str] = []
-    model = model_with_a_step_of_its_object(seen)
-    own = model.train_step
-    with train_step.unchanged_afterwards(model):
-        train_step.wrap(model, "rows", noting(seen, "rows"))
-        assert train_step.has_layer(model, "rows")
-    assert model.train_step is own and not train_step.has_layer(model, "rows")
-    train_step.wrap(model, "timing", noting(seen, "timing"))
-    with train_step.unchanged_afterwards(model):
-        train_step.wrap(model, "rows", noting(seen, "rows"))
-    model.train_step(None)
-    assert seen == ["timing", "own"]
-
-
 def test_weights_that_a_step_assigns_are_noted() -> None:
     """Not those that an optimizer updates."""
-    patches = pytest.importorskip("ringtrain.hvd.keras_patches")
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     kernel, bias = model.trainable_weights
     optimizer = keras.optimizers.SGD(0.1)
     assigned: list[Any] = []
-    with patches.assigned_weights(model.trainable_weights, assigned.append):
+    with keras_patches.assigned_weights(model.trainable_weights, assigned.append):
         optimizer.apply([keras.ops.ones_like(kernel), keras.ops.ones_like(bias)], [kernel, bias])
         assert not assigned
         bias.assign_add([1.0])

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.config.sections import Config, with_values
 from ringtrain.data.parts import Parts
-from ringtrain.errors import ConfigError
 from ringtrain.training import devices, virtual_ranks
 
 
@@ -40,12 +38,6 @@ def test_the_sum_is_that_of_the_tree_for_any_number_of_ranks(num: int) -> None:
         assert total.shape == (1, 1000) and total[0].tobytes() == expected(rows).tobytes()
     if num > 2:
         assert np.add.reduce(rows, axis=0).tobytes() != expected(rows).tobytes()
-
-
-def test_their_number_is_a_power_of_two() -> None:
-    for number in (3, -1, 8192):
-        with pytest.raises(ConfigError, match="virtual_ranks"):
-            with_values(Config(), {"train.virtual_ranks": number})
 
 
 def test_what_chooses_kernels_is_told_apart(tmp_path: Path) -> None:
