@@ -241,7 +241,7 @@ def test_a_plan_is_understood_or_refused(data: st.DataObject) -> None:
 @given(data=st.data())
 def test_what_host_agents_and_ranks_report_ends_in_a_result(data: st.DataObject) -> None:
     """Whatever stands in it: networks, addresses, ranks and steps of hosts, also of a rank beyond the job's."""
-    watch = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun"))
+    watch = Supervisor(replace(TWO_HOSTS, id="j"), LaunchOptions(launcher="srun"))
     process: Any = None
     agent = HostAgent("host2", process)
     watch.agents.members = [HostAgent("host1", process, networks="10.1.0.4/16", reached="10.1.0.4"), agent]
