@@ -74,17 +74,17 @@ def test_words_are_options_and_options_are_words() -> None:
     again = words_of(options_of(Own), values)
     assert read(Own, parsed(*again)) == expected
     assert words_of(options_of(Own), parsed("--file", "x", "--mode", "a")) == ["--file", "x"]
-
-
-def test_only_what_was_given_is_in_the_result() -> None:
-    assert parsed("--file", "x") == {"file": "x"}
-    assert read(Own, {"file": "x"}) == Own("x")
     assert parsed("--file", "x", "--part.no-fast", "--part.rates", "1", "2") == {
         "file": "x",
         "part.fast": False,
         "part.rates": [1.0, 2.0],
     }
-    assert parsed("--file", "x", "--part.no-fast", "--part.fast")["part.fast"] is True
+
+
+def test_options_of_a_script_begin_at_an_unknown_one_if_it_is_asked_for() -> None:
+    words = ["--dry", "--pair", "1", "2", "--lr", "3"]
+    assert before_program(words, options_of(Own), True) == (words[:4], words[4:])
+    assert before_program(words, options_of(Own), False) == (words[:5], words[5:])
 
 
 @pytest.mark.parametrize(
@@ -109,29 +109,11 @@ def test_the_help_is_below_the_field_with_its_default() -> None:
     assert "how many, in two lines --mode {a,b}" in text, "a default of None is not shown"
     assert "of two (default: a)" in text and "--dry do nothing" in text
     assert "--part.fast, --part.no-fast with 100 % of all cores (default: True)" in text
-    assert parsed(*WORDS)["pair"] == [4, 5]
-
-
-def test_every_option_of_launch_and_doctor_has_a_help() -> None:
-    for option in options_of(*GROUPS, DoctorOptions).values():
-        assert option.help, option.name
-
-
-@pytest.mark.parametrize("ends_at_unknown", [False, True])
-def test_the_program_begins_where_the_options_end(ends_at_unknown: bool) -> None:
-    options = options_of(Own)
-    for before in ([], ["--pair", "1", "2", "--dry"], ["-n=3", "--mode", "b"]):
-        for program in ([], ["run", "-n", "5"], ["run", "--", "--dry"]):
-            for between in ([], ["--"]):
-                words = [*before, *between, *program]
-                assert before_program(words, options, ends_at_unknown) == (before, program)
-    unknown = ["--dry", "--lr", "3"]
-    own, program = before_program(unknown, options, ends_at_unknown)
-    assert (own, program) == ((["--dry"], ["--lr", "3"]) if ends_at_unknown else (["--dry", "--lr"], ["3"]))
 
 
 def test_every_option_of_launch_is_read_back_from_its_words() -> None:
     """Each by itself, with a value that it may have."""
+    assert all(option.help for option in options_of(*GROUPS, DoctorOptions).values())
     for name, option in options_of(*GROUPS).items():
         value = "7" if option.single in (int, float) else "x"
         value = option.choices[-1] if option.choices else value
