@@ -26,6 +26,7 @@ TOOLS = (
     *("mkdir", "nproc", "printf", "rm", "sed", "sha256sum", "sort", "strip", "tail", "tr", "uname", "xargs"),
 )
 
+UP_TO_DATE = "set-up: .venv is up to date\n"
 FAKE_DF = """#!/bin/sh
 echo 'Filesystem 1M-blocks Used Available'
 echo '/dev/sda 90000 8000 {free}'
@@ -153,13 +154,6 @@ def test_everything_that_is_missing_is_said_at_once(folder: Path, bin_dir: Path)
     assert len(result.stderr.splitlines()) == 2
 
 
-def test_a_folder_that_the_mpi_compiler_cannot_take(folder: Path, bin_dir: Path) -> None:
-    spaced = folder.rename(folder.parent / "my clone")
-    result = set_up(spaced, bin_dir)
-    assert result.returncode == 2
-    assert "move this folder" in result.stderr
-
-
 def test_an_environment_of_somebody_elses_is_left_alone(folder: Path, bin_dir: Path) -> None:
     (folder / ".venv").mkdir()
     (folder / ".venv" / "precious").touch()
@@ -234,15 +228,6 @@ def test_the_key_changes_with_what_shapes_the_wheel(
     after, new_key = recipe(folder, bin_dir)
     assert {name for name in before if before[name] != after[name]} == {line}
     assert new_key != old_key
-
-
-def test_the_key_changes_with_the_machines_own_mpi(folder: Path, bin_dir: Path) -> None:
-    keys = [recipe(folder, bin_dir)[1]]
-    for version in ("4.1.4", "4.1.6"):
-        script(bin_dir / "mpirun", f"#!/bin/sh\necho 'mpirun (Open MPI) {version}'\n")
-        script(bin_dir / "mpicxx", "#!/bin/sh\necho g++ -I/usr/include/openmpi -lmpi\n")
-        keys.append(recipe(folder, bin_dir, RINGTRAIN_MPI="system")[1])
-    assert len(set(keys)) == 3
 
 
 @pytest.mark.parametrize("name", ["nvidia-nccl-cu12", "nvidia-cuda-nvcc"])
@@ -325,7 +310,7 @@ def test_a_cached_wheel_is_installed_and_the_second_setup_does_nothing(
     assert all("--no-deps" in call for call in from_here)
     assert [call.split()[-1] for call in from_here] == [str(folder), calls[-1].split()[-1]]
     assert "ringtrain_horovod-0.28.1-py3.whl" in calls[-1] and "--no-index" in calls[-1]
-    assert set_up(folder, bin_dir).stderr == "set-up: .venv is up to date\n"
+    assert set_up(folder, bin_dir).stderr == UP_TO_DATE
     assert len(pip_log.read_text().splitlines()) == 5
 
 
@@ -425,20 +410,9 @@ def test_a_run_of_pip_that_fails_leaves_an_environment_that_is_not_whole(
 
 
 @pytest.fixture
-def finished(folder: Path, bin_dir: Path) -> Path:
-    """A folder that looks set up: the stamp is the script's own, what it stands for is not there."""
-    state = folder / ".venv" / "setup"
-    state.mkdir(parents=True)
-    (state / "python").write_text(f"{bin_dir}/python3\n")
-    (state / "mpi").write_text("wheel\n")
-    (folder / ".venv" / "bin").mkdir()
-    script(folder / ".venv" / "bin" / "python", "#!/bin/sh\n")
-    functions = (folder / "launch" / "setup.sh").read_text().rpartition('main "$@"')[0]
-    probe = folder / "launch" / "probe.sh"
-    script(probe, functions + "inputs\n")
-    stamp = subprocess.run([probe], env={"PATH": str(bin_dir), "HOME": "/"}, capture_output=True, text=True, check=True)
-    probe.unlink()
-    (state / "stamp").write_text(stamp.stdout)
+def finished(folder: Path, bin_dir: Path, pip_log: Path) -> Path:
+    """The folder of a set-up that has run."""
+    assert set_up(folder, bin_dir).returncode == 0
     return folder
 
 
@@ -474,10 +448,9 @@ def new_pin(folder: Path) -> None:
 def test_a_finished_setup_is_begun_again_when_something_changed(
     finished: Path, bin_dir: Path, change: Callable[[Path], None], env: dict[str, str]
 ) -> None:
-    without("g++")(bin_dir)  # so that the set-up which begins ends at once
-    assert set_up(finished, bin_dir).returncode == 0  # the control
+    assert set_up(finished, bin_dir).stderr == UP_TO_DATE
     change(finished)
-    assert set_up(finished, bin_dir, env=env).returncode == 2
+    assert "set-up: setting up .venv (" in set_up(finished, bin_dir, env=env).stderr
 
 
 # ---- this environment, and the package ----------------------------------------------------------------------------
@@ -523,17 +496,12 @@ def test_everything_that_setup_installs_is_pinned() -> None:
     assert {"numpy", "tensorflow-cpu", "keras", "horovod", "psutil", "mypy"} <= reached.keys()  # the walk walked
     others = {name: version for name, version in reached.items() if pins().get(name) != version}
     assert not others, f"not as in constraints.txt, was something installed without --constraint? {others}"
-
-
-def test_everything_that_a_setup_for_gpus_installs_besides_is_pinned() -> None:
-    if not Path(sys.prefix, "setup", "stamp").exists():
-        pytest.skip(f"{sys.prefix} was not made by launch/setup.sh: `make test` runs this test in the one that is")
-    requirements = map(Requirement, importlib.metadata.requires("tensorflow-cpu") or [])
+    # And what a set-up for GPUs installs besides.
+    requirements = [Requirement(text) for text in importlib.metadata.requires("tensorflow-cpu") or []]
     cuda = [r for r in requirements if r.marker and r.marker.evaluate({"extra": "and-cuda"})]
-    wanted = [r for r in cuda if not r.marker.evaluate({"extra": ""})]
+    wanted = [r for r in cuda if r.marker and not r.marker.evaluate({"extra": ""})]
     assert "nvidia-nccl-cu12" in {r.name for r in wanted}
-    for requirement in wanted:
-        assert requirement.specifier.contains(pins()[requirement.name]), requirement
+    assert [r.name for r in wanted if not r.specifier.contains(pins()[r.name])] == []
 
 
 def test_the_package_imports_where_nothing_is_installed() -> None:
@@ -543,12 +511,3 @@ def test_the_package_imports_where_nothing_is_installed() -> None:
         argv = [sys.executable, "-I", "-S", "-c", code.format(module), str(ROOT)]
         result = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=os.sep)
         assert result.returncode == returncode, result.stderr
-
-
-def test_make_runs_what_it_promises() -> None:
-    """`make train` is horovodrun on two local ranks, word for word."""
-    argv = ["make", "--dry-run", "--no-print-directory", "-C", str(ROOT), "train"]
-    result = subprocess.run(argv, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == (
-        "launch/setup.sh horovodrun -np 2 -H localhost:2 python -m ringtrain.train --config configs/digits.toml"
-    )
