@@ -13,7 +13,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -426,16 +425,6 @@ def test_without_an_ssh_client_other_hosts_are_refused_in_one_line(bin_dir: Path
     assert not (bin_dir / "mpirun.started").exists()
 
 
-def test_a_silent_host_has_all_of_the_start_timeout_whatever_the_grace_is(bin_dir: Path) -> None:
-    (bin_dir / "ssh").write_text('#!/bin/sh\nwhile read -r word; do [ "$word" != end ] || exit; done\n')
-    (bin_dir / "ssh").chmod(0o755)
-    began_s = time.monotonic()
-    words = ["-H", "192.0.2.1:1", "--start-timeout", "2", "--grace", "0.1", "--", "sh", "-c", "true"]
-    ended = ringtrain("launch", *words, bin_dir=bin_dir)
-    assert (ended.returncode, ended.stderr) == (2, "ringtrain: 192.0.2.1 does not answer: no answer in 2 s\n")
-    assert time.monotonic() - began_s >= 2
-
-
 def test_output_that_is_cut_off_is_no_error(bin_dir: Path) -> None:
     hosts = ",".join(f"host{number}:4" for number in range(20_000))
     (bin_dir / "hosts").write_text(hosts.replace(",", "\n"))
@@ -509,24 +498,6 @@ def test_an_agent_for_another_host_is_one_line_for_its_login_shell(shell: str, t
     if shutil.which(shell):
         ended = subprocess.run([shell, "-c", line], input="end\n", capture_output=True, text=True, check=False)
         assert f"{host_agent.SAYS}ready" in ended.stdout and f"{host_agent.SAYS}swept" in ended.stdout, ended.stderr
-
-
-def test_names_are_looked_up_side_by_side_and_not_waited_for_without_end(monkeypatch) -> None:
-    gate, real = threading.Barrier(100), socket.getaddrinfo
-
-    def slow(name: str, *words: object, **options: object):
-        """A resolver that has no answer until a hundred have asked it."""
-        if name.startswith("alias"):
-            with contextlib.suppress(threading.BrokenBarrierError):
-                gate.wait(60)
-            raise socket.gaierror("no such name")
-        return real("127.0.0.1" if name == "mine" else name, *words, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", slow)
-    names = [*(f"alias{number}" for number in range(100)), "mine"]
-    assert host_agent.here(names, 60) == {"mine"}
-    assert host_agent.here(["mine", *names[:99]], 0.2) <= {"mine"}, "99 of them wait for ever"
-    gate.abort()
 
 
 def test_a_host_is_here_by_name_or_address_and_no_other_is() -> None:

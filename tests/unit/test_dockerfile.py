@@ -95,18 +95,6 @@ def test_only_without_a_wheel_a_compiler_is_installed(gpu: str, wheel: str, is_c
     assert f" gpu={gpu}\n" in shown.splitlines(keepends=True)[-1]
 
 
-def test_the_setup_script_finds_in_the_image_what_it_was_run_on() -> None:
-    """What its stamp is made of is there, in the same folder: it has nothing to set up when it is started again."""
-    _, environment, image = stages()
-    script = (ROOT / "launch" / "setup.sh").read_text()
-    (inputs,) = re.findall(r"find (packaging) .* xargs -0 sha256sum ([^)\n]+)", script)
-    copied = {name for line in values(image, "COPY") for name in line.split()[:-1]}
-    built_from = {name for line in values(environment, "COPY") for name in line.split()[:-1]}
-    for name in (inputs[0], *inputs[1].split()):
-        assert name in built_from
-        assert name in copied or os.path.dirname(name) in copied
-
-
 def test_it_runs_as_an_ordinary_user() -> None:
     _, _, image = stages()
     assert [word for word, _ in image].index("USER") > max(n for n, (word, _) in enumerate(image) if word == "RUN")

@@ -10,7 +10,6 @@ import io
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -19,12 +18,9 @@ from typing import Any
 
 import pytest
 
-from ringtrain import cli
-from ringtrain.cluster.doctor import network, preflight, probe, session, software
+from ringtrain.cluster.doctor import network, preflight, probe, software
 from ringtrain.cluster.doctor.findings import Cell, Probe, Scene, gather
 from ringtrain.cluster.hosts import Host
-from ringtrain.cluster.launch_options import HostOptions
-from ringtrain.config.options import options_of
 from ringtrain.errors import LaunchError
 
 ROOT = Path(__file__).parents[2]
@@ -227,13 +223,6 @@ def test_the_page_says_what_each_check_means() -> None:
     assert explained == {"ssh", *preflight.CHECKS}
 
 
-def test_the_page_knows_the_options() -> None:
-    told = set(re.findall(r"--[a-z-]+", PAGE.split("## What each check means")[0].split("| option |")[1]))
-    options = options_of(HostOptions, session.DoctorOptions).values()
-    own = {flag for option in options for flag in option.flags} - {"-H", "--hosts", "--json"}
-    assert own <= told
-
-
 # ---- subnets -----------------------------------------------------------------------------------------------------
 
 
@@ -264,11 +253,6 @@ def test_a_subnet_that_was_asked_for_must_have_every_host_in_it() -> None:
     cells = preflight.judge(Scene(scene.probes, scene.here, PYTHON, subnet="10.1.0.0/16"))["subnet"]
     assert [cell.value for cell in cells] == ["10.1.0.1", "none", "10.1.0.3"]
     assert [cell.level for cell in cells] == ["ok", "error", "ok"]
-
-
-def test_ipv6_alone_is_enough() -> None:
-    scene = networks(["fe80::1/64", "fd00:7::1/64"], ["fe80::2/64", "fd00:7::2/64"])
-    assert list(map(str, network.shared_subnets(scene))) == ["fd00:7::/64"]
 
 
 # ---- MPI ----------------------------------------------------------------------------------------------------------
@@ -387,16 +371,6 @@ def test_the_probe_tells_every_fact_of_this_machine(tmp_path: Path) -> None:
     assert software.mpi_of(facts["mpirun"])[1]
 
 
-def test_every_gpu_of_a_large_host_counts(tmp_path: Path) -> None:
-    name = "NVIDIA H100 80GB HBM3, GPU-{:08}-0000-0000-0000-000000000000, 81559 MiB"
-    listed = "\n".join(map(name.format, range(16)))
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\necho '{listed}'\n")
-    program.chmod(0o755)
-    (facts,) = talk(question(tmp_path, path=f"{tmp_path}:{os.environ['PATH']}"))
-    assert facts["gpus"] == listed.splitlines()
-
-
 def test_nothing_that_is_slow_is_imported(tmp_path: Path) -> None:
     program = f"import sys; from ringtrain.cluster.doctor import probe, preflight; probe.facts({question(tmp_path)!r});"
     program += "print(sorted({'tensorflow', 'keras', 'horovod', 'numpy', 'mpi4py'} & set(sys.modules)))"
@@ -424,16 +398,9 @@ def test_alone_it_checks_this_machine(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (preflight.Options(timeout_s=float("nan")), "got --timeout nan, expected"),
-        (preflight.Options(subnet="10.1.0.0/99"), "got --subnet '10.1.0.0/99', expected a network such as"),
-    ],
-)
-def test_an_option_that_cannot_be_meant_is_refused(options: preflight.Options, said: str) -> None:
-    with pytest.raises(LaunchError, match=re.escape(said)):
-        preflight.examine([HERE], options)
+def test_an_option_that_cannot_be_meant_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"got --subnet '10\.1\.0\.0/99', expected a network such as"):
+        preflight.examine([HERE], preflight.Options(subnet="10.1.0.0/99"))
 
 
 @pytest.fixture

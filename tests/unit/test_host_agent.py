@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import os
 import selectors
-import signal
 import subprocess
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from planning import TWO_HOSTS
 
-from ringtrain.cluster import host_agent, supervisor
+from ringtrain.cluster import host_agent
 from ringtrain.cluster.agents import HostAgent
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.protocol import status
-from ringtrain.protocol.placement import RankPlacement
 from ringtrain.protocol.status import STATUS_FILES
 
 pytestmark = pytest.mark.quick
@@ -167,26 +163,3 @@ def test_a_rank_that_starts_after_the_order_to_clean_up_is_killed() -> None:
             assert rank.wait(60) == -9
         output, _ = agent.communicate(timeout=60)
     assert output.splitlines()[-1] == "ringtrain-agent:swept"
-
-
-def test_grace_counts_from_the_signal_and_waits_for_no_host(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    """A host that answers late may have ranks that save; where all have answered that none does, the job ends."""
-    now_s = [100.0]
-    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now_s[0])
-    watch = Supervisor(replace(TWO_HOSTS, here=frozenset()), LaunchOptions(grace=8.0))
-    orders: list[str] = []
-    process: Any = SimpleNamespace(poll=lambda: None)
-    for host in ("host1", "host2"):
-        agent = HostAgent(host, process)
-        agent.send = orders.append  # type: ignore[method-assign]
-        watch.agents.members.append(agent)
-    watch.reports.ranks = [RankPlacement(rank, 8, f"host{1 + rank // 4}", process=70 + rank) for rank in (0, 1, 4, 5)]
-    watch._receive(signal.SIGTERM, None)
-    now_s[0] += 3.0  # a terminal has blocked this process's output
-    assert watch._forward(signal.SIGTERM) == 108.0
-    assert orders == ["signal 15 70:70 71:71", "signal 15 74:74 75:75"]
-    answers = []
-    for agent, said in zip(watch.agents.members * 2, ("taken 0", "taken 2", "taken", "taken 0"), strict=True):
-        watch.agents.read(agent, f"{host_agent.SAYS}{said}\n".encode())
-        answers.append(watch._nothing_catches())
-    assert answers == [False, False, False, True]

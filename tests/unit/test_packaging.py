@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import importlib.metadata
 import importlib.util
 import io
@@ -11,7 +10,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -21,7 +19,6 @@ from types import ModuleType
 
 import pytest
 import yaml
-from packaging.requirements import Requirement
 
 import ringtrain
 from ringtrain.cluster import processes
@@ -101,23 +98,6 @@ def test_the_notes_of_a_release_are_the_changelogs_newest_section(monkeypatch: p
     assert len(release.notes((ROOT / "CHANGELOG.md").read_text(), ringtrain.__version__)) > 1000
 
 
-def test_the_recipe_for_conda_follows_the_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "packaging"))
-    lines = [f"Requires-Dist: {text}\n" for text in importlib.metadata.requires("ringtrain") or []]
-    metadata = "".join(["License: Apache-2.0\nSummary: s\nRequires-Python: >=3.11,<3.14\n", *lines]).encode()
-    sdist = tmp_path / "ringtrain-0.1.0.tar.gz"
-    with tarfile.open(sdist, "w:gz") as tar:
-        member = tarfile.TarInfo("ringtrain-0.1.0/PKG-INFO")
-        member.size = len(metadata)
-        tar.addfile(member, io.BytesIO(metadata))
-    recipe = yaml.safe_load(module(ROOT / "packaging" / "release.py").recipe("0.1.0", sdist))
-    python, *requirements = recipe["requirements"]["run"]
-    assert python == "python >=3.11,<3.14"
-    needed = {Requirement(text) for text in importlib.metadata.requires("ringtrain") or [] if "extra" not in text}
-    assert {Requirement(text) for text in requirements} == needed and len(needed) > 2
-    assert recipe["source"] == {"path": sdist.name, "sha256": hashlib.sha256(sdist.read_bytes()).hexdigest()}
-
-
 def test_a_wheelhouse_has_all_that_training_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "packaging"))
     names = {re.split("[=<>\\[]", text)[0] for text in module(ROOT / "packaging" / "wheels.py").requirements("cpu")}
@@ -137,42 +117,6 @@ def test_an_sdist_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             backend = module(tmp_path / sdist.removesuffix(".tar.gz") / "build_backend.py")
             assert expected == backend.NAME
             assert ("\nRequires-Dist: nvidia-nccl-cu12" in backend.METADATA) == expected.endswith("cu12")
-
-
-CMAKE = """
-cmake_minimum_required(VERSION 3.13)
-project(library CXX)
-add_library(mpi_lib SHARED library.cc)
-target_link_libraries(mpi_lib ${CMAKE_SOURCE_DIR}/libdependency.so)
-set_target_properties(mpi_lib PROPERTIES PREFIX "" SUFFIX "$ENV{SUFFIX}")
-"""
-CODE = 'extern "C" int one(); extern "C" const char* file() { return one() ? __FILE__ : __DATE__ __TIME__; }'
-
-
-@pytest.mark.skipif(not (shutil.which("g++") and shutil.which("cmake")), reason="needs g++ and cmake")
-def test_a_library_has_the_same_bytes_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled as Horovod is, in folders of two lengths, for the suffixes of two Pythons, in two seconds."""
-    backend = module(HOROVOD / "build_backend.py")
-    monkeypatch.setattr(backend, "_tensorflow", lambda: Path("/env/site-packages/tensorflow"))
-    libraries = []
-    for name, suffix in (("short", ".311.so"), ("a-longer-name", ".cpython-313.so"), ("without-settings", ".311.so")):
-        build = tmp_path / name
-        build.mkdir()
-        backend._write_cmake_settings(build)
-        (build / "CMakeLists.txt").write_text(CMAKE)
-        (build / "library.cc").write_text(CODE)
-        (build / "one.c").write_text("int one(void) { return 1; }")
-        subprocess.run(["gcc", "-shared", "-o", build / "libdependency.so", build / "one.c"], check=True)
-        env = {**os.environ, "SUFFIX": suffix}
-        if name != "without-settings":
-            env = {**backend._environment(env, build), "HOROVOD_WITH_MPI": "0"}
-        for command in (["cmake", "-DCMAKE_BUILD_TYPE=RelWithDebInfo", "."], ["cmake", "--build", "."]):
-            subprocess.run(command, cwd=build, env=env, check=True, stdout=subprocess.DEVNULL)
-        backend._make_relocatable(build / f"mpi_lib{suffix}")
-        libraries.append((build / f"mpi_lib{suffix}").read_bytes())
-    assert libraries[0] == libraries[1]
-    assert b"./library.cc" in libraries[0] and str(tmp_path).encode() not in libraries[0]
-    assert libraries[0] != libraries[2], "the control"
 
 
 def test_the_backend_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:

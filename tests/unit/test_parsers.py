@@ -34,9 +34,9 @@ from ringtrain.errors import CheckpointError, ConfigError, LaunchError
 from ringtrain.lab import postmortem, runs, sweep
 from ringtrain.monitor import journal
 from ringtrain.protocol.attempt import Attempt
-from ringtrain.protocol.env import ATTEMPT, MARK, PLAN
+from ringtrain.protocol.env import ATTEMPT, MARK
 from ringtrain.protocol.failures import Failure
-from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference, expectation
+from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference
 from ringtrain.protocol.reader import Reader
 from ringtrain.training import tracking
 
@@ -209,6 +209,12 @@ REPORTS = [
         )
     ],
 ]
+COMMANDS = [
+    "launch -np 2 -H a:2 --ps 1 --grace 8 --max-restarts 3 -- python train.py",
+    "launch --elastic --min-np 1 --blacklist-cooldown 5 60 --hosts a:1,b:1 true",
+    "train -np 2 --train.epochs 3",
+    "report --out a.html runs/a",
+]
 AGENT = [
     f"{SAYS}{report}"
     for report in (
@@ -216,25 +222,6 @@ AGENT = [
         *("ready host1 0.1.0", "box 1 20 save", "taken 2", "memory", "swept"),
     )
 ]
-COMMANDS = [
-    "launch -np 2 -H a:2 --ps 1 --grace 8 --max-restarts 3 -- python train.py",
-    "launch --elastic --min-np 1 --blacklist-cooldown 5 60 --hosts a:1,b:1 true",
-    "train -np 2 --train.epochs 3",
-    "report --out a.html runs/a",
-    "bench allreduce -np 2",
-]
-
-
-@settings(max_examples=4 * EXAMPLES, deadline=None)
-@given(data=st.data())
-def test_a_plan_is_understood_or_refused(data: st.DataObject) -> None:
-    environ = {"PMI_SIZE": data.draw(damaged("2")), "SLURM_STEP_NUM_TASKS": data.draw(damaged("2"))}
-    environ |= {PLAN: data.draw(damaged('{"size": 2}'))} if data.draw(st.booleans()) else {}
-    try:
-        planned = expectation(environ)
-        assert planned is None or difference(planned, [RankPlacement(0, 2, "a")]) is not None
-    except ValueError as error:
-        assert PLAN in str(error) and PLAN in environ
 
 
 @settings(max_examples=4 * EXAMPLES, deadline=None)

@@ -251,24 +251,6 @@ def test_the_line_of_a_stopped_process_is_read(job, tmp_path):
     assert len([*tmp_path.iterdir()]) == len(job[:1])
 
 
-def test_an_uncaught_exception_is_reported_by_the_rank_and_by_no_process_that_it_forks(monkeypatch, capfd) -> None:
-    monkeypatch.setenv("RINGTRAIN_JOB", "j")
-    monkeypatch.setattr(failures, "_failures", [])
-    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
-    monkeypatch.setattr(failures, "THREADS_S", 1e6)  # this process goes on
-    failures.report_uncaught(3)
-    error = ValueError("batch 3")
-    sys.excepthook(ValueError, error, None)
-    reader = Reader("j")
-    for line in capfd.readouterr().err.splitlines():
-        reader.take(line)
-    assert reader.failures[3].kind == "ValueError"
-    of_child = os.getpid() + 1
-    monkeypatch.setattr(failures.os, "getpid", lambda: of_child)
-    sys.excepthook(ValueError, error, None)
-    assert capfd.readouterr().err == ""
-
-
 def test_the_plan_wins_over_the_launchers_own_number_of_ranks() -> None:
     plan = PlannedPlacement(2, (("a", 2),))
     environ = {"OMPI_COMM_WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "4"}
