@@ -353,25 +353,6 @@ def test_train_without_ranks_runs_the_script_in_this_process(tmp_path: Path, bin
 # ---- launch/ ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
-def test_scripts_say_what_ringtrain_launch_says(launcher: str, tmp_path: Path, bin_dir: Path) -> None:
-    """In a folder whose set-up has nothing to do."""
-    script = tmp_path / f"{launcher}.sh"
-    shutil.copy(ROOT / "launch" / script.name, script)
-    setup = tmp_path / "setup.sh"
-    setup.write_text('#!/bin/sh\nexec "$@"\n')
-    setup.chmod(0o755)
-    (bin_dir / "python").symlink_to(sys.executable)
-    (tmp_path / "hosts").write_text("host1 slots=2\nhost2 slots=2\n")
-    words = [str(tmp_path / "hosts"), "-np", "3", "--dry-run", "--", "python", "x y.py"]
-    env = environment(bin_dir, {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])})
-    fake(bin_dir / "horovodrun", "0.28.1")
-    said = subprocess.run([script, *words], env=env, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert said.returncode == 0, said.stderr
-    expected = here("launch", "--launcher", launcher, "--hostfile", *words, bin_dir=bin_dir, cwd=tmp_path, env=env)
-    assert said.stdout.replace(str(bin_dir / "python"), sys.executable) == expected.stdout != ""
-
-
 def test_launch_py_needs_no_installation(tmp_path: Path, bin_dir: Path) -> None:
     words = ["-H", "host1:2", "--dry-run", "--", "true"]
     env = {"PATH": f"{bin_dir}:/usr/bin:/bin"}

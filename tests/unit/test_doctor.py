@@ -137,6 +137,7 @@ RED = [
     ("name", fact("names", "", None), "warning", "cannot resolve its own name", "10.1.0.2 host2"),
     ("name", fact("names", "host3", None), "error", "cannot resolve the name host3", "echo 10.1.0.3 host3"),
     ("name", fact("names", "host3", ["127.0.0.1"]), "error", "host3 means 127.0.0.1, the host itself", "$a 10.1.0.3"),
+    ("shared", fact("shared", False), "warning", "directory is not shared", "mount -t nfs SERVER:EXPORT /job/runs"),
     ("subnet", fact("addresses", ALONE_NET), "warning", "this host is in 192.168.9.0/24", "ip -br address"),
 ]
 
@@ -158,8 +159,7 @@ def test_a_check_that_sees_what_is_wrong(
 
 
 def test_every_check_has_something_wrong_to_see() -> None:
-    elsewhere = {"ssh", "shared"}  # below
-    assert {check for check, *_ in RED} | elsewhere == set(preflight.judge(scene_with()))
+    assert {check for check, *_ in RED} | {"ssh"} == set(preflight.judge(scene_with()))
 
 
 SSH = [
@@ -187,11 +187,6 @@ def test_another_port_is_in_the_fix_command() -> None:
     scene = scene_with(facts=None, error="REMOTE HOST IDENTIFICATION HAS CHANGED")
     (finding,) = gather(preflight.judge(Scene(scene.probes, scene.here, PYTHON, ssh_port=2222)), scene.probes)
     assert "ssh-keygen -R '[host2]:2222'; ssh-keyscan -p 2222 -H host2" in finding.fix
-
-
-def test_a_run_directory_that_is_not_shared() -> None:
-    cells = preflight.judge(scene_with(fact("shared", False)))["shared"]
-    assert [cell.level for cell in cells] == ["ok", "warning", "ok"]
 
 
 def test_gpus_without_nccl() -> None:

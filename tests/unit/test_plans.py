@@ -133,15 +133,6 @@ def test_a_launcher_keeps_what_it_needs_itself_and_ranks_import_alike() -> None:
     assert not names & {*OWN}
 
 
-def test_ranks_on_the_launching_host_alone_are_alike_without_losing_anything() -> None:
-    here = frozenset(("host1", "localhost"))
-    job = replace(TWO_HOSTS, hosts=TWO_HOSTS.hosts[:1], num_ranks=4, here=here)
-    assert environment.withheld(job) == ()
-    assert not any("-u" in flag.words for flag in horovodrun.plan(job, gloo=True).flags)
-    for other in (replace(TWO_HOSTS, here=here), replace(job, here=frozenset()), replace(job, hosts=())):
-        assert "EDITOR" in environment.withheld(other)
-
-
 @pytest.mark.parametrize("launcher", ["mpirun-openmpi4", "horovodrun", "horovodrun-gloo", "srun"])
 def test_ranks_of_the_wheels_mpi_find_its_files_and_functions(launcher: str) -> None:
     plan = PLANNERS[launcher](replace(TWO_HOSTS, wheel_mpi="/venv"))

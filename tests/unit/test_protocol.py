@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import random
 import resource
-import signal
 import subprocess
-import sys
 
 import pytest
 
-from ringtrain.protocol import env, failures, status
+from ringtrain.protocol import failures, status
 from ringtrain.protocol.env import JOB, PLAN, STARTER
 from ringtrain.protocol.failures import Failure, report
 from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference, expectation
@@ -232,25 +230,6 @@ def test_a_ranks_line_is_written_and_no_disk_and_no_foreign_file_ends_training(t
     assert len([*tmp_path.iterdir()]) == 6
 
 
-@pytest.mark.parametrize("job", ["", "job"])
-def test_the_line_of_a_stopped_process_is_read(job, tmp_path):
-    """With a launcher and without one."""
-    shows = (
-        "import sys; from ringtrain.protocol import status; status.STATUS_FILES = sys.argv[1]\n"
-        f"line = status.StatusLine(0, {{{JOB!r}: sys.argv[2]}}); line.put(20, 'save')\n"
-        "print(line.descriptor, flush=True); sys.stdin.read()"
-    )
-    argv = [sys.executable, "-c", shows, str(tmp_path / "line"), job]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        descriptor = int(process.stdout.readline())
-        os.kill(process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        assert status.look_at(process.pid, descriptor) == {"state": "T", "step": 20, "phase": "save"}
-        process.kill()
-    assert status.look_at(process.pid, descriptor) == {"state": ""}
-    assert len([*tmp_path.iterdir()]) == len(job[:1])
-
-
 def test_the_plan_wins_over_the_launchers_own_number_of_ranks() -> None:
     plan = PlannedPlacement(2, (("a", 2),))
     environ = {"OMPI_COMM_WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "4"}
@@ -258,21 +237,3 @@ def test_the_plan_wins_over_the_launchers_own_number_of_ranks() -> None:
     assert expectation(environ) == PlannedPlacement(8, source="the launcher")
     assert expectation({"SLURM_STEP_NUM_TASKS": "4"}) == PlannedPlacement(4, source="the launcher")
     assert expectation({}) is None
-
-
-def test_a_process_that_a_rank_has_started_is_no_rank() -> None:
-    of_launchers = ("OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE", "PMI_FD", "MPI_LOCALRANKID", "HOROVOD_GLOO_IFACE")
-    of_job = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "RINGTRAIN_JOB", PLAN)
-    kept = {"OPAL_PREFIX": "/venv", "SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "1", "RINGTRAIN_STALL_TIMEOUT": "60"}
-    rank = {**dict.fromkeys((*of_launchers, *of_job), "2"), **kept}
-    env.mark_rank(rank)
-    assert not env.has_left_rank(rank)
-    env.leave_rank(rank)
-    assert {*of_launchers} <= {*rank}, "the rank itself keeps all"
-    child = {**rank, env.RANK_PROCESS: "1"}  # as with another process ID
-    assert expectation(child) is None
-    env.leave_rank(child)
-    assert child == {**kept, env.RANK_PROCESS: "1"}
-    alone = {"HOME": "/"}
-    env.mark_rank(alone)
-    assert alone == {"HOME": "/"}, "not a rank: a notebook, which may start ranks"
