@@ -8,8 +8,6 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 IGNORED = (ROOT / ".dockerignore").read_text().splitlines()
@@ -65,34 +63,6 @@ def test_the_setup_script_runs_in_a_stage_of_its_own() -> None:
         runs = " ".join(values(stage, "RUN"))
         for builder in ("setup.sh", "pip", "g++", "make"):
             assert builder not in runs.split()
-
-
-@pytest.mark.parametrize(
-    ("gpu", "wheel", "is_compiled"),
-    [
-        ("0", "", True),
-        ("0", "ringtrain_horovod-1-py3-none-any.whl", False),
-        ("1", "ringtrain_horovod-1-py3-none-any.whl", True),
-        ("1", "ringtrain_horovod_cu12-1-py3-none-any.whl", False),
-    ],
-)
-def test_only_without_a_wheel_a_compiler_is_installed(gpu: str, wheel: str, is_compiled: bool, tmp_path: Path) -> None:
-    """The stage's own shell commands, with stand-ins for apt-get and the set-up script."""
-    _, environment, _ = stages()
-    (run,) = (run for run in values(environment, "RUN") if run.endswith("launch/setup.sh"))
-    for name in ("apt-get", "launch/setup.sh"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text('#!/bin/sh\necho "$(basename $0) $* wheels=$RINGTRAIN_WHEELS gpu=$RINGTRAIN_GPU"\n')
-        path.chmod(0o755)
-    (tmp_path / "dist").mkdir()
-    if wheel:
-        (tmp_path / "dist" / wheel).touch()
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "GPU": gpu}
-    shown = subprocess.run(["sh", "-c", run], cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
-    assert ("apt-get install" in shown) == is_compiled
-    assert f"wheels={'' if is_compiled else tmp_path / 'dist'} gpu={gpu}\n" in shown
-    assert f" gpu={gpu}\n" in shown.splitlines(keepends=True)[-1]
 
 
 def test_it_runs_as_an_ordinary_user() -> None:

@@ -253,20 +253,6 @@ def test_a_subnet_that_was_asked_for_must_have_every_host_in_it() -> None:
 # ---- MPI ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("said", "kind"),
-    [
-        ("mpirun (Open MPI) 5.0.11\n\nReport bugs to ...", ("Open MPI", "5.0.11")),
-        ("mpirun.real (OpenRTE) 4.1.4", ("Open MPI", "4.1.4")),
-        ("HYDRA build details:\n    Version:                                 4.3.2\n", ("MPICH", "4.3.2")),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021.18 Build 20260101", ("Intel MPI", "2021.18")),
-        ("mpirun: command of mine", ("", "")),
-    ],
-)
-def test_an_mpirun_is_known_by_what_it_says(said: str, kind: tuple[str, str]) -> None:
-    assert software.mpi_of({"said": said}) == kind
-
-
 # ---- what a person sees ------------------------------------------------------------------------------------------
 
 

@@ -99,21 +99,15 @@ def test_a_plan_that_is_none_is_refused(text: str) -> None:
 # ---- a rank's first line ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {
-            "OMPI_COMM_WORLD_RANK": "3",
-            "OMPI_COMM_WORLD_SIZE": "8",
-            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-            "SLURM_PROCID": "0",
-        },
-        {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"},
-        {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "8", "HOROVOD_LOCAL_RANK": "1"},
-        {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"},
-    ],
-)
-def test_a_rank_says_where_it_is_and_becomes_its_command(environ: dict[str, str]) -> None:
+OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
+HOROVOD = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK")
+SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+
+
+@pytest.mark.parametrize("names", [OPEN_MPI, HYDRA, HOROVOD, SLURM], ids=lambda names: names[0])
+def test_a_rank_says_where_it_is_and_becomes_its_command(names: tuple[str, str, str]) -> None:
+    environ = {"SLURM_PROCID": "0"} | dict(zip(names, "381", strict=True))
     command = ["sh", "-c", 'echo $$ "$1"; exit 7', "x", "a $(touch b) 'c'"]
     ended = subprocess.run(
         ["sh", "-c", STARTER, "rank", *command],

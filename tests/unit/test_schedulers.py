@@ -199,13 +199,10 @@ def test_the_more_complete_scheduler_is_believed(tmp_path: Path) -> None:
     for environment, folder, scheduler in (
         ({**SLURM, **pbs, **lsf}, tmp_path, "Slurm"),
         ({**left_over_slurm, **pbs}, NOWHERE, "PBS"),
-        ({**left_over_slurm, **lsf}, NOWHERE, "LSF"),
         ({**pbs, **lsf}, NOWHERE, "LSF"),
-        ({**pbs, "LSB_MCPU_HOSTS": "n1 4"}, NOWHERE, "PBS"),
         (pbs, tmp_path, "PBS"),
         ({"PBS_JOBID": "1", "PBS_NODEFILE": gone}, tmp_path, "Kubernetes"),
         ({"SLURM_JOB_ID": "7"}, tmp_path, "Kubernetes"),
-        ({"PBS_NODEFILE": str(nodes), "K_MPI_JOB_ROLE": "launcher"}, tmp_path, "Kubernetes"),
         ({"PBS_NODEFILE": gone}, NOWHERE, None),
     ):
         found = find(environment, folder)
