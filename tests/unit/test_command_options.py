@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 
 from ringtrain import cli
 from ringtrain.cluster.doctor.session import DoctorOptions
 from ringtrain.cluster.launch_options import GROUPS, LaunchOptions
 from ringtrain.config.options import Parser, add, before_program, options_of, words_of
-from ringtrain.errors import LaunchError
 
 OPTIONS = options_of(*GROUPS)
 
@@ -36,20 +34,6 @@ def test_options_of_a_script_begin_at_an_unknown_one_if_it_is_asked_for() -> Non
     words = ["--elastic", "--blacklist-cooldown", "1", "2", "--lr", "3"]
     assert before_program(words, OPTIONS, True) == (words[:4], words[4:])
     assert before_program(words, OPTIONS, False) == (words[:5], words[5:])
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--grace", "-1"], "got --grace -1, expected "),
-        (["--grace", "two"], "argument --grace: invalid float value: 'two'"),
-        (["--bind", "c"], "argument --bind: invalid choice: 'c'"),
-        (["-H", "a:1", "--hostfile", "x"], "argument -H/--hosts: not allowed with argument --hostfile"),
-    ],
-)
-def test_a_mistake_is_named(words: list[str], said: str) -> None:
-    with pytest.raises(LaunchError, match=said):
-        LaunchOptions.of(cli.parse(["launch", *words, "true"])[1]).checked()
 
 
 def test_the_help_is_below_the_field_with_its_default() -> None:
