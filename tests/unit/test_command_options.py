@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from ringtrain import cli
 from ringtrain.cluster.doctor.session import DoctorOptions
 from ringtrain.cluster.launch_options import GROUPS, LaunchOptions
