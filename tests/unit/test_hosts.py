@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import shlex
 import socket
@@ -324,7 +325,8 @@ def test_open_mpi_reads_the_same(text: str, num_ranks: int, oversubscribe: bool,
     path.write_text(text)
     argv = [str(MPIRUN), "--allow-run-as-root", "--mca", "plm", "isolated", "--hostfile", str(path)]
     argv += ["-np", str(num_ranks), *["--oversubscribe"] * oversubscribe, "--display-map", "--do-not-launch", "true"]
-    result = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    env = dict(os.environ)  # without what MPI_Init adds to a process in which another test has trained
+    result = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=60)
     theirs = re.findall(r"Data for node: (\S+)\s.*Num procs: (\d+)", result.stdout)
     try:
         ours = [(host.name, str(host.slots)) for host in take(read_hostfile(path), num_ranks, oversubscribe)]
