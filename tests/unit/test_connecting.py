@@ -59,6 +59,7 @@ def connect(
     connecting = agents.HostAgents(job, selectors.DefaultSelector(), answer_timeout_s=20)
 
     def start(host: str, is_checked: bool) -> agents.HostAgent:
+        assert sum(not agent.ready and agent.host not in ends for agent in connecting.members) < at_once
         process: Any = Connection()
         process.returncode = ends.get(host)
         connecting.members.append(agents.HostAgent(host, process, started_s=now_s[0]))

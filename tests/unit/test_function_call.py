@@ -107,7 +107,8 @@ import sys
 import tensorflow as tf
 from ringtrain.function_call import gpus_in_use
 context = sys.modules["tensorflow.python.eager.context"]
-print(gpus_in_use(sys.modules), getattr(context.context_safe(), "_initialized", False))
+context.context()  # as an import may make it, without devices
+print(gpus_in_use(sys.modules), context.context_safe()._initialized)
 tf.zeros(1)
 print(context.context_safe()._initialized)
 context.context()._logical_devices = [tf.config.LogicalDevice(f"/device:GPU:{n}", "GPU") for n in (0, 1)]
