@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import json
-import os
 import pickle
+import resource
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import launching
@@ -21,10 +18,10 @@ import ringtrain
 from ringtrain import function_call
 from ringtrain.errors import LaunchError
 from ringtrain.protocol.env import JOB
-from ringtrain.protocol.failures import Failure
 
 IMPORTS = """
 import sys
+import tempfile
 import ringtrain
 import ringtrain.training.console
 from ringtrain import run
@@ -104,6 +101,7 @@ def test_the_last_message_of_the_launcher_is_kept(capsys: pytest.CaptureFixture[
 
 HELD = """
 import sys
+import tempfile
 import tensorflow as tf
 from ringtrain.function_call import gpus_in_use
 context = sys.modules["tensorflow.python.eager.context"]
@@ -123,26 +121,14 @@ def test_gpus_that_the_caller_holds_are_counted_and_asking_takes_none() -> None:
     assert ended.stdout == "0 False\nTrue\n2\n", ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("message", "rank"), [("rank 1 on b failed first:\nE: 1", 1), ("mpirun exited with code 1", 0)]
-)
-def test_the_launcher_knows_which_rank_failed_first_and_not_the_hosts_clocks(
-    message: str, rank: int, tmp_path: Path
-) -> None:
-    for number, time_s in ((0, 1.0), (1, 9.0)):
-        failure = Failure(number, "host", time_s, "ValueError", f"Traceback\nValueError: {number}")
-        (tmp_path / f"failure-{number}").write_text(json.dumps(asdict(failure)))
-    first = function_call._first_failure(tmp_path / "call", 2, message)
-    assert first == f"rank {rank} on host failed first:\nTraceback\nValueError: {rank}"
-
-
-@pytest.mark.parametrize(("number", "fix"), [(errno.ENOSPC, "free space"), (errno.EACCES, "allow this user to write")])
-def test_a_file_that_cannot_be_written_is_fixed_by_its_cause(
-    number: int, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(Path, "write_bytes", fails)
-    with pytest.raises(LaunchError, match=f"{os.strerror(number)}: {fix}"):
-        function_call._write_value(tmp_path / "value", b"")
+def test_a_full_disk_is_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # no file may be larger
+    try:
+        with pytest.raises(LaunchError, match=r"function and arguments, [\d,]+ bytes, cannot be written: ") as refused:
+            ringtrain.run(print, "x" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(tmp_path) in str(refused.value) and "\n" not in str(refused.value)
+    assert not [*tmp_path.iterdir()]

@@ -61,6 +61,12 @@ def test_each_wrong_place_is_a_row(found: list[RankPlacement], row: str, advice:
     assert advice in said.splitlines()[-1]
 
 
+def test_a_plan_without_hosts_has_a_number_of_ranks_and_a_long_table_is_cut() -> None:
+    assert difference(PlannedPlacement(4), seats("x", "x", "y", "z")) == ""
+    said = difference(PlannedPlacement(1000), seats(*["x"] * 999))
+    assert "... and 983 more" in said and len(said.splitlines()) < 25
+
+
 def test_two_ranks_on_one_gpu_of_one_host() -> None:
     expected = PlannedPlacement(2, (("host1", 2),))
     apart = [RankPlacement(0, 2, "host1", 0, "GPU-a"), RankPlacement(1, 2, "host1", 1, "GPU-b")]
@@ -70,17 +76,6 @@ def test_two_ranks_on_one_gpu_of_one_host() -> None:
     assert "--device.share-gpus" in difference(expected, together)
     other_host = [RankPlacement(0, 2, "host1", 0, "GPU-0"), RankPlacement(1, 2, "host2", 0, "GPU-0")]
     assert difference(PlannedPlacement(2, (("host1", 1), ("host2", 1))), other_host) == ""
-
-
-def test_without_hosts_only_the_number_of_ranks_counts() -> None:
-    assert difference(PlannedPlacement(4), seats("x", "x", "y", "z")) == ""
-    assert difference(PlannedPlacement(5), seats("x", "x", "y", "z")) != ""
-
-
-def test_a_long_table_is_cut() -> None:
-    said = difference(PlannedPlacement(1000), seats(*["x"] * 999))
-    assert "... and 983 more" in said
-    assert len(said.splitlines()) < 25
 
 
 def test_the_plan_survives_the_environment_and_large_ones_lose_their_hosts() -> None:

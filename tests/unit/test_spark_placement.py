@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
-
-import pytest
 
 from ringtrain.cluster import horovod_driver
 from ringtrain.cluster.job import Job
@@ -13,7 +10,6 @@ from ringtrain.cluster.spark.driver import Caller, assign, gpus_of_host
 from ringtrain.cluster.spark.plan import plan
 from ringtrain.cluster.spark.session import reason
 from ringtrain.cluster.spark.task import _environment
-from ringtrain.errors import LaunchError
 
 
 def variables(assigned: list[tuple[Caller, Any]]) -> list[dict[str, str]]:
@@ -71,18 +67,6 @@ def test_a_network_interface_that_is_set_here_replaces_the_choice_of_the_task() 
         ("NCCL_SOCKET_IFNAME", "eth1"),
         ("HOROVOD_GLOO_IFACE", "eth0"),
     }
-
-
-@pytest.mark.parametrize(
-    ("master", "slots"),
-    [("local", 1), ("local[3, 4]", 3), ("spark://a:7077", None)],
-    ids=["local", "local[3]", "cluster"],
-)
-def test_more_ranks_than_slots_of_this_machine_are_refused(master: str, slots: int | None) -> None:
-    assert plan(Job(("true",), slots or 9, ()), master)
-    if slots:
-        with pytest.raises(LaunchError, match=f"got -np 9, but Spark's master {re.escape(master)} has {slots} slot"):
-            plan(Job(("true",), 9, ()), master)
 
 
 def test_the_reason_is_the_line_that_says_it() -> None:
