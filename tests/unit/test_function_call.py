@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import launching
@@ -21,7 +22,6 @@ from ringtrain.protocol.env import JOB
 
 IMPORTS = """
 import sys
-import tempfile
 import ringtrain
 import ringtrain.training.console
 from ringtrain import run
@@ -101,7 +101,6 @@ def test_the_last_message_of_the_launcher_is_kept(capsys: pytest.CaptureFixture[
 
 HELD = """
 import sys
-import tempfile
 import tensorflow as tf
 from ringtrain.function_call import gpus_in_use
 context = sys.modules["tensorflow.python.eager.context"]
