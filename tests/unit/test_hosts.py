@@ -43,22 +43,16 @@ READ = {
     "host1 slots=4 max_slots=8": (Host("host1", 4, 8),),
     "host1 max-slots=8 slots = 4 # the large one": (Host("host1", 4, 8),),
     "host1 max_slots=3": (Host("host1", 3, 3),),
-    "host1:4": (Host("host1", 4),),
     "host1:4 max_slots=5": (Host("host1", 4, 5),),
-    "a\nb\na\n": (Host("a", 2), Host("b", 1)),
     "a slots=2\nb:3\na\n": (Host("a", 3), Host("b", 3)),
     "Node1\nnode1\n": (Host("Node1", 2),),
     "\n# nothing but this\n\n\t host_1.example.org.\t slots=1 \r\n": (Host("host_1.example.org.", 1),),
-    "::1 slots=2": (Host("::1", 2),),
-    "::1": (Host("::1", 1),),
     "FE80:0:0::1 slots=2\nfe80::1\n": (Host("fe80::1", 3),),
     "10.0.0.01 slots=2\n10.0.0.1\n": (Host("10.0.0.1", 3),),
     "10.0.0.08:2": (Host("10.0.0.08", 2),),
     "[fe80::1]:4": (Host("fe80::1", 4),),
     "[fe80::1:4]": (Host("fe80::1:4", 1),),
     "fe80:0:0:0:0:0:1:4": (Host("fe80::1:4", 1),),
-    "[fe80::1] slots=4": (Host("fe80::1", 4),),
-    "10.0.0.1:2": (Host("10.0.0.1", 2),),
 }
 
 
@@ -72,45 +66,23 @@ def test_a_hostfile_is_read(text: str, tmp_path: Path) -> None:
 
 REFUSED = {
     "a\nb slots=2\nb slots=4": "hosts.txt:3: got b with 4 slots, expected each host's slots once: it has 2 since",
-    "b:4\nB:4": "hosts.txt:2: got B with 4 slots, expected each host's slots once: it has 4 since hosts.txt:1",
-    "b\nb slots=2": "hosts.txt:2: got b with 2 slots, expected each host's slots once: it has 1 since hosts.txt:1",
+    "b\nB slots=2": "hosts.txt:2: got B with 2 slots, expected each host's slots once: it has 1 since hosts.txt:1",
     "::1 slots=2\n[0::1]:2": "hosts.txt:2: got ::1 with 2 slots",
     "a slots=0": "hosts.txt:1: got '0' slots, expected a number from 1 to 4096",
-    "a:0": "hosts.txt:1: got '0' slots",
-    "a slots=4097": "hosts.txt:1: got '4097' slots, expected a number from 1 to 4096",
     f"a slots={'9' * 5000}": "hosts.txt:1: got '9999",
-    "a slots=-1": "got '-1' slots",
-    "a slots=2.5": "got '2.5' slots",
     "a slots=²": "got '²' slots",
-    "a slots=٣": "got '٣' slots",
-    "a slots=1_0": "got '1_0' slots",
-    "a slots=": "got '' slots",
     "a slots": "got '' slots",
-    "a:": "got '' slots",
-    "a slots=4 max_slots=2": "hosts.txt:1: got 4 slots for a, expected 2 at most",
     "a slots=2 max_slots=2\na": "hosts.txt:2: got 3 slots for a, expected 2 at most",
-    "a slots=2 slots=2": "hosts.txt:1: got slots twice, expected 'host', 'host:4' or 'host slots=4'",
-    "a:2 slots=2": "hosts.txt:1: got slots twice",
-    "a 4": "hosts.txt:1: got '4', expected 'host', 'host:4' or 'host slots=4'",
+    "a:2 slots=2": "hosts.txt:1: got slots twice, expected 'host', 'host:4' or 'host slots=4'",
     "a slot=4": "hosts.txt:1: got 'slot=4', expected",
-    "slots=4": "hosts.txt:1: got 'slots=4', expected a host's name",
-    "a,b": "hosts.txt:1: got 'a,b', expected a host's name",
     "root@a slots=2": "(a user's name goes to ~/.ssh/config)",
     "-oProxyCommand=id slots=2": "got '-oProxyCommand=id', expected a host's name",
-    "a;id": "got 'a;id'",
-    "$(id):2": "got '$(id)'",
-    "`id`": "got '`id`'",
-    "ä:4": "got 'ä'",
+    "$(id):2": "got '$(id)', expected a host's name",
     "a" * 254: "got 'aaa",
     "fe80::1%eth0 slots=2": "got 'fe80::1%eth0', expected a host's name",
-    "fe80::1::2": "got 'fe80::1::2', expected a host's name",
-    "[a]:4": "got '[a]', expected a host's name",
     "[fe80::1": "got '[fe80::1', expected a host's name",
-    "[fe80::1]4": "got '[fe80::1]4', expected a host's name",
     "fe80::1:4": "hosts.txt:1: got fe80::1:4, which may mean 4 slots of fe80::1 or an address in full: expected [fe80",
-    ":4": "got '', expected a host's name",
-    "": "hosts.txt: got no host, expected 'host', 'host:4' or 'host slots=4' at least once",
-    "# a\n\n": "hosts.txt: got no host",
+    "# a\n\n": "hosts.txt: got no host, expected 'host', 'host:4' or 'host slots=4' at least once",
 }
 
 
@@ -123,22 +95,18 @@ def test_a_wrong_line_is_named(text: str) -> None:
 
 
 def test_a_file_that_is_no_hostfile_is_one_line(tmp_path: Path) -> None:
-    binary, latin, empty, large = (tmp_path / name for name in ("binary", "latin", "empty", "large"))
+    binary, latin, large = (tmp_path / name for name in ("binary", "latin", "large"))
     binary.write_bytes(b"\x7fELF\0\0")
     latin.write_bytes(b"h\xf6st1 slots=4\n")
-    empty.touch()
     with large.open("wb") as file:
         file.truncate(17 * 2**20)
     expected = {
         tmp_path / "missing": "missing: cannot be read: No such file or directory: expected a hostfile",
         tmp_path / "two\nlines": "lines': cannot be read: No such file or directory",
-        tmp_path / ("x" * 300): "cannot be read: File name too long",
         Path("nul\0"): "cannot be read: embedded null byte",
         tmp_path: "cannot be read: Is a directory",
-        Path("/proc/self/mem"): "/proc/self/mem: cannot be read: Input/output error",
         binary: "binary: got a binary file, expected a hostfile",
         latin: "latin: got a binary file",
-        empty: "empty: got no host, expected",
         large: "large: got more than 16,777,216 bytes, expected a hostfile",
     }
     for path, message in expected.items():
@@ -154,43 +122,22 @@ def test_hosts_of_the_command_line() -> None:
     assert parse_hosts("a, b:2 ,a") == (Host("a", 2), Host("b", 2))
     assert parse_hosts("[fe80::1]:4,10.0.0.1:2") == (Host("fe80::1", 4), Host("10.0.0.1", 2))
     for text, message in {
-        "": "-H, item 1: got '', expected a host's name",
         "a:2,": "-H, item 2: got '', expected",
         "a:2,b:0": "-H, item 2: got '0' slots, expected a number from 1 to 4096",
         "a:2,b:2,a:2": "-H, item 3: got a with 2 slots, expected each host's slots once: it has 2 since -H, item 1",
         "a:2:3": "-H, item 1: got 'a:2:3', expected a host's name",
-        "a:2;reboot": "-H, item 1: got '2;reboot' slots",
     }.items():
         with pytest.raises(HostsError, match=re.escape(message)):
             parse_hosts(text)
 
 
 def test_no_host_has_an_unsafe_name_whoever_makes_it() -> None:
-    for name in (
-        "",
-        "-l",
-        "a b",
-        "a\n",
-        "a;b",
-        "a%h",
-        "*",
-        "../a",
-        "a/b",
-        "fe80::1%lo",
-        "[::1]",
-        ":",
-        ":\0",
-        "::\ud800",
-        "'",
-        "ａ",
-    ):
+    for name in ("", "-l", "a b", "a\n", "a;b", "*", "../a", "fe80::1%lo", "[::1]", ":\0", "::\ud800", "'", "ａ"):
         with pytest.raises(HostsError, match="expected a host's name"):
             Host(name)
     with pytest.raises(HostsError):
         replace(Host("a"), name="$HOME")
 
-
-# What may come of fuzzing: hosts whose names are safe, or one line that says what is wrong.
 
 ALPHABET = st.sampled_from("ab1:.-_[]%=#,;@$`'\"*~ \t\n\r\0\\é0") | st.characters()
 LINES = st.text(ALPHABET) | st.from_regex(
@@ -223,16 +170,6 @@ def test_any_text_is_hosts_or_one_line_of_error(text: str) -> None:
             assert len(str(error)) < 400
         else:
             assert_safe(hosts)
-
-
-@given(st.binary() | LINES.map(lambda text: text.encode("utf-8", "surrogatepass")))
-def test_any_file_is_hosts_or_one_line_of_error(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    path = tmp_path_factory.getbasetemp() / "fuzzed.txt"
-    path.write_bytes(content)
-    try:
-        assert_safe(read_hostfile(path))
-    except HostsError as error:
-        assert ONE_LINE.fullmatch(str(error))
 
 
 NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,20}", fullmatch=True) | st.binary(min_size=16, max_size=16).map(
@@ -279,18 +216,9 @@ def test_too_few_slots_are_said_in_numbers() -> None:
     many = tuple(Host(f"host{number}", 4) for number in range(1, 7))
     for hosts, num_ranks, oversubscribe, message in (
         (FOUR_AND_FOUR, 0, False, "got -np 0, expected 1 rank or more"),
-        (FOUR_AND_FOUR, -3, True, "got -np -3, expected 1 rank or more"),
-        (FOUR_AND_FOUR, 9, False, "got -np 9, but 2 hosts with 8 slots in all (host1:4, host2:4): ask for"),
-        (
-            many,
-            25,
-            False,
-            "got -np 25, but 6 hosts with 24 slots in all (host1:4, host2:4, host3:4, host4:4, ...): ask",
-        ),
+        (many, 25, False, "but 6 hosts with 24 slots in all (host1:4, host2:4, host3:4, host4:4, ...): ask for"),
         ((Host("a", 1),), 2, False, "got -np 2, but 1 host with 1 slot in all (a:1)"),
         ((Host("a", 1, 2), Host("b", 1, 3)), 6, True, "got -np 6, but 2 hosts that take 5 ranks at most"),
-        ((Host("a"),), 10**12, True, "got -np 1000000000000, but 1 host that take"),
-        ((), 1, True, "got -np 1, but 0 hosts"),
     ):
         with pytest.raises(HostsError, match=re.escape(message)):
             take(hosts, num_ranks, oversubscribe)
@@ -319,11 +247,9 @@ def test_every_rank_gets_a_slot(hosts: tuple[Host, ...], num_ranks: int, oversub
 
 SELECTED = {
     ("", ""): ("host1:4", "host2:4", "::1:2"),
-    ("host2", ""): ("host2:4",),
     ("[::1],HOST1", ""): ("host1:4", "::1:2"),
     ("", "host1,::1"): ("host2:4",),
     ("host1:0-1,host1:1", ""): ("host1:2",),
-    ("host1:2-3", ""): ("host1:2@2,3",),
     ("host1:0,host1:3,host2", ""): ("host1:2@0,3", "host2:4"),
     ("", "host1:0,[::1]:1"): ("host1:3@1,2,3", "host2:4", "::1:1"),
     ("host1,host2:0-2", "host2:1"): ("host1:4", "host2:2@0,2"),
@@ -353,12 +279,9 @@ def test_a_choice_can_be_narrowed() -> None:
         ("", "host1,host3", "--exclude, item 2: got host3, expected one of 2 hosts"),
         ("host1:4", "", "--include, item 1: got slot '4' of host1, expected 0 to 3"),
         ("host1:3-2", "", "got slot '3-2' of host1, expected 0 to 3, or two that rise"),
-        ("host1:x", "", "got slot 'x' of host1"),
         ("host1:0-9999999999999", "", "got slot '0-9999999999999' of host1"),
         ("host1,", "", "--include, item 2: got '', expected a host's name"),
-        ("-x", "", "--include, item 1: got '-x', expected a host's name"),
         ("host1", "host1", "got --include 'host1' --exclude 'host1', which leave none of 8 slots (host1:4, host2:4)"),
-        ("", "host1,host2", "which leave none of 8 slots"),
     ],
 )
 def test_a_wrong_choice_is_named(include: str, exclude: str, message: str) -> None:
@@ -378,13 +301,6 @@ def test_any_choice_keeps_slots_that_are_there(hosts: tuple[Host, ...], include:
     assert all(max(host.indices, default=0) < slots[host.name] for host in chosen)
 
 
-def test_ten_thousand_hosts() -> None:
-    lines = [f"gpu{number:05d}.cluster.example.org slots=8" for number in range(10_000)]
-    taken = take(parse_hostfile("\n".join(lines), "hosts.txt"), 79_999)
-    assert len(taken) == 10_000
-    assert taken[-1] == Host("gpu09999.cluster.example.org", 7)
-
-
 MPIRUN = Path(sys.executable).parent / "mpirun"
 
 
@@ -393,13 +309,10 @@ MPIRUN = Path(sys.executable).parent / "mpirun"
     ("text", "num_ranks", "oversubscribe"),
     [
         ("host1 slots=4 # comment\nhost2 slots = 4 max_slots=8\n", 6, False),
-        ("host1\nhost2\nhost1\n", 3, False),
         ("host1 slots=2\nhost2\nhost1\n", 4, False),
         ("host1 max_slots=2\nhost2\n", 3, False),
-        ("host1 slots=1\nhost2 slots=3\nhost3 slots=2\n", 8, True),
         ("host1 slots=1\nhost2 slots=3\nhost3 slots=2\n", 13, True),
         ("host1\nhost1 slots=2\n", 2, False),
-        ("host1 slots=2\nhost1 slots=2\n", 2, False),
         ("host1 slots=4 max_slots=2\n", 2, False),
         ("host1 slots=2\nhost2 slots=2\n", 5, False),
     ],
@@ -412,9 +325,8 @@ def test_open_mpi_reads_the_same(text: str, num_ranks: int, oversubscribe: bool,
     path.write_text(text)
     argv = [str(MPIRUN), "--allow-run-as-root", "--mca", "plm", "isolated", "--hostfile", str(path)]
     argv += ["-np", str(num_ranks), *["--oversubscribe"] * oversubscribe, "--display-map", "--do-not-launch", "true"]
-    # Without the variables that MPI_Init adds to a process in which another test has trained.
-    clean = dict(os.environ)
-    result = subprocess.run(argv, env=clean, capture_output=True, text=True, check=False, timeout=60)
+    env = dict(os.environ)  # without what MPI_Init adds to a process in which another test has trained
+    result = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=60)
     theirs = re.findall(r"Data for node: (\S+)\s.*Num procs: (\d+)", result.stdout)
     try:
         ours = [(host.name, str(host.slots)) for host in take(read_hostfile(path), num_ranks, oversubscribe)]

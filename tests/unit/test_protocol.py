@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import random
 import resource
-import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from ringtrain.protocol import env, failures, status
-from ringtrain.protocol.env import JOB, PLAN, STARTER, is_activated, path_with_own
+from ringtrain.protocol import failures, status
+from ringtrain.protocol.env import JOB, PLAN, STARTER
 from ringtrain.protocol.failures import Failure, report
 from ringtrain.protocol.placement import PlannedPlacement, RankPlacement, difference, expectation
 from ringtrain.protocol.reader import Reader
@@ -47,24 +44,27 @@ def test_ranks_in_their_places_differ_in_nothing(names: tuple[str, str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("found", "rows", "advice"),
+    ("found", "row", "advice"),
     [
-        (seats(*["host1"] * 8), ["4  host2, local rank 0  host1, local rank 4"], "the launcher did not get the hosts"),
-        (seats(*["host2"] * 4, *["host1"] * 4), ["0  host1, local rank 0  host2, local rank 0"], "win over the plan"),
-        (seats(*["host1", "host2"] * 4), ["1  host1, local rank 1  host2, local rank 0"], "win over the plan"),
-        (seats(*["x"] * 3, *["y"] * 5), ["3  host1, local rank 3  y, local rank 0"], "win over the plan"),
-        ([RankPlacement(0, 1, "host1", 0)] * 8, ["0  one of 8  alone in its world, on host1"], "each process is alone"),
-        (seats(*["host1"] * 4, *["host2"] * 4, size=9), ["0  one of 8  one of 9, on host1"], "win over the plan"),
-        ([RankPlacement(3, 8, "host1"), RankPlacement(3, 8, "host1")], ["3  one of 8  one of 8, on host1"], ""),
-        ([RankPlacement(8, 8, "host2")], ["8  one of 8  one of 8, on host2"], ""),
+        (seats(*["host1"] * 8), "4  host2, local rank 0  host1, local rank 4", "the launcher did not get the hosts"),
+        (seats(*["host2"] * 4, *["host1"] * 4), "0  host1, local rank 0  host2, local rank 0", "win over the plan"),
+        (seats(*["x"] * 3, *["y"] * 5), "3  host1, local rank 3  y, local rank 0", "win over the plan"),
+        ([RankPlacement(0, 1, "host1", 0)] * 8, "0  one of 8  alone in its world, on host1", "each process is alone"),
+        (seats(*["host1"] * 4, *["host2"] * 4, size=9), "0  one of 8  one of 9, on host1", "win over the plan"),
+        ([RankPlacement(3, 8, "host1"), RankPlacement(3, 8, "host1")], "3  one of 8  one of 8, on host1", ""),
     ],
 )
-def test_each_wrong_place_is_a_row(found: list[RankPlacement], rows: list[str], advice: str) -> None:
+def test_each_wrong_place_is_a_row(found: list[RankPlacement], row: str, advice: str) -> None:
     said = difference(TWO_HOSTS, found)
     assert said.startswith("ranks are not where ringtrain launch has them\n  rank  planned")
-    lines = {" ".join(line.split()) for line in said.splitlines()}
-    assert {" ".join(row.split()) for row in rows} <= lines
+    assert row.split() in [line.split() for line in said.splitlines()]
     assert advice in said.splitlines()[-1]
+
+
+def test_a_plan_without_hosts_has_a_number_of_ranks_and_a_long_table_is_cut() -> None:
+    assert difference(PlannedPlacement(4), seats("x", "x", "y", "z")) == ""
+    said = difference(PlannedPlacement(1000), seats(*["x"] * 999))
+    assert "... and 983 more" in said and len(said.splitlines()) < 25
 
 
 def test_two_ranks_on_one_gpu_of_one_host() -> None:
@@ -78,17 +78,6 @@ def test_two_ranks_on_one_gpu_of_one_host() -> None:
     assert difference(PlannedPlacement(2, (("host1", 1), ("host2", 1))), other_host) == ""
 
 
-def test_without_hosts_only_the_number_of_ranks_counts() -> None:
-    assert difference(PlannedPlacement(4), seats("x", "x", "y", "z")) == ""
-    assert difference(PlannedPlacement(5), seats("x", "x", "y", "z")) != ""
-
-
-def test_a_long_table_is_cut() -> None:
-    said = difference(PlannedPlacement(1000), seats(*["x"] * 999))
-    assert "... and 983 more" in said
-    assert len(said.splitlines()) < 25
-
-
 def test_the_plan_survives_the_environment_and_large_ones_lose_their_hosts() -> None:
     assert PlannedPlacement.from_json(TWO_HOSTS.to_json()) == TWO_HOSTS
     large = PlannedPlacement(80_000, tuple((f"host{number}.cluster.local", 8) for number in range(10_000)))
@@ -96,7 +85,7 @@ def test_the_plan_survives_the_environment_and_large_ones_lose_their_hosts() -> 
     assert PlannedPlacement.from_json(large.to_json()) == PlannedPlacement(80_000)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"size": "many"}', '{"size": 2, "hosts": 3}', "{"])
+@pytest.mark.parametrize("text", ["", "null", '{"size": 2, "hosts": 3}'])
 def test_a_plan_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="RINGTRAIN_PLAN="):
         PlannedPlacement.from_json(text)
@@ -105,22 +94,15 @@ def test_a_plan_that_is_none_is_refused(text: str) -> None:
 # ---- a rank's first line ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "PMIX_RANK": "3"},
-        {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"},
-        {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "8", "HOROVOD_LOCAL_RANK": "1"},
-        {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"},
-        {
-            "OMPI_COMM_WORLD_RANK": "3",
-            "OMPI_COMM_WORLD_SIZE": "8",
-            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-            "SLURM_PROCID": "0",
-        },
-    ],
-)
-def test_a_rank_says_where_it_is_and_becomes_its_command(environ: dict[str, str]) -> None:
+OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
+HOROVOD = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK")
+SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+
+
+@pytest.mark.parametrize("names", [OPEN_MPI, HYDRA, HOROVOD, SLURM], ids=lambda names: names[0])
+def test_a_rank_says_where_it_is_and_becomes_its_command(names: tuple[str, str, str]) -> None:
+    environ = {"SLURM_PROCID": "0"} | dict(zip(names, "381", strict=True))
     command = ["sh", "-c", 'echo $$ "$1"; exit 7', "x", "a $(touch b) 'c'"]
     ended = subprocess.run(
         ["sh", "-c", STARTER, "rank", *command],
@@ -171,33 +153,9 @@ def test_what_a_launcher_tore_comes_through_the_second_time() -> None:
     assert reader.first_failure() == sent
 
 
-@pytest.mark.parametrize(
-    "line", ["", "[1,0]<stderr>:hello", "ringtrain-report:other:seat:0:1:0:1:x", "ringtrain-report"]
-)
+@pytest.mark.parametrize("line", ["[1,0]<stderr>:hello", "ringtrain-report:other:seat:0:1:0:1:x"])
 def test_other_lines_are_not_taken(line: str) -> None:
     assert Reader("j").take(line) is False
-
-
-@pytest.mark.parametrize(
-    "rest", ["", "seat", "seat:::::", "seat:a:b:c:d:e", "failure:0:1/1:@@@", "failure:x", "failure:0:1/1:"]
-)
-def test_a_damaged_report_is_taken_and_does_no_harm(rest: str) -> None:
-    reader = Reader("j")
-    assert reader.take(f"ringtrain-report:j:{rest}")
-    assert (reader.ranks, reader.failures) == ([], {})
-
-
-def test_the_earliest_cause_wins_and_a_consequence_never() -> None:
-    reader = Reader("j")
-    for sent in (
-        failure(0, 1.0, "UnknownError: {{function_node HorovodAllreduce}} Horovod has been shut down."),
-        failure(1, 3.0, "RuntimeError: second"),
-        failure(2, 2.0, "ValueError: first"),
-    ):
-        for line in sent.lines("j"):
-            reader.take(line)
-    first = reader.first_failure()
-    assert first is not None and first.text == "ValueError: first"
 
 
 def test_what_ranks_have_recovered_from_is_no_cause_any_more(capfd: pytest.CaptureFixture) -> None:
@@ -226,7 +184,6 @@ def test_hosts_of_one_short_name_in_two_domains_are_two_hosts() -> None:
     expected = PlannedPlacement(2, (("node1.rack1", 1), ("node1.rack2", 1)))
     seats = [RankPlacement(0, 2, "node1.rack1", 0), RankPlacement(1, 2, "node1.rack2", 0)]
     assert difference(expected, seats) == ""
-    assert "one of 2" not in difference(expected, [seats[0], RankPlacement(1, 2, "node1.rack1", 1)])
     assert difference(expected, [seats[0], RankPlacement(1, 2, "node1.rack1", 1)]) != ""
 
 
@@ -262,53 +219,6 @@ def test_a_ranks_line_is_written_and_no_disk_and_no_foreign_file_ends_training(t
     assert len([*tmp_path.iterdir()]) == 6
 
 
-@pytest.mark.parametrize("job", ["", "job"])
-def test_the_line_of_a_stopped_process_is_read(job, tmp_path):
-    """With a launcher and without one."""
-    shows = (
-        "import sys; from ringtrain.protocol import status; status.STATUS_FILES = sys.argv[1]\n"
-        f"line = status.StatusLine(0, {{{JOB!r}: sys.argv[2]}}); line.put(20, 'save')\n"
-        "print(line.descriptor, flush=True); sys.stdin.read()"
-    )
-    argv = [sys.executable, "-c", shows, str(tmp_path / "line"), job]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        descriptor = int(process.stdout.readline())
-        os.kill(process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        assert status.look_at(process.pid, descriptor) == {"state": "T", "step": 20, "phase": "save"}
-        process.kill()
-    assert status.look_at(process.pid, descriptor) == {"state": ""}
-    assert len([*tmp_path.iterdir()]) == len(job[:1])
-
-
-def test_programs_of_this_environment_are_found_unless_another_one_is_activated() -> None:
-    own, other = str(Path(sys.executable).parent), "/elsewhere/env"
-    assert path_with_own({"PATH": "/usr/bin"}) == f"{own}:/usr/bin"
-    assert path_with_own({"PATH": f"/usr/bin:{own}"}) == f"/usr/bin:{own}"
-    assert is_activated({"PATH": f"{other}/bin:/usr/bin", "VIRTUAL_ENV": other})
-    assert is_activated({"PATH": f"{other}/bin:/usr/bin", "CONDA_PREFIX": other})
-    assert not is_activated({"PATH": "/usr/bin", "VIRTUAL_ENV": other})
-    assert not is_activated({"PATH": "/usr/bin"})
-
-
-def test_an_uncaught_exception_is_reported_by_the_rank_and_by_no_process_that_it_forks(monkeypatch, capfd) -> None:
-    monkeypatch.setenv("RINGTRAIN_JOB", "j")
-    monkeypatch.setattr(failures, "_failures", [])
-    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
-    monkeypatch.setattr(failures, "THREADS_S", 1e6)  # this process goes on
-    failures.report_uncaught(3)
-    error = ValueError("batch 3")
-    sys.excepthook(ValueError, error, None)
-    reader = Reader("j")
-    for line in capfd.readouterr().err.splitlines():
-        reader.take(line)
-    assert reader.failures[3].kind == "ValueError"
-    of_child = os.getpid() + 1
-    monkeypatch.setattr(failures.os, "getpid", lambda: of_child)
-    sys.excepthook(ValueError, error, None)
-    assert capfd.readouterr().err == ""
-
-
 def test_the_plan_wins_over_the_launchers_own_number_of_ranks() -> None:
     plan = PlannedPlacement(2, (("a", 2),))
     environ = {"OMPI_COMM_WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "4"}
@@ -316,21 +226,3 @@ def test_the_plan_wins_over_the_launchers_own_number_of_ranks() -> None:
     assert expectation(environ) == PlannedPlacement(8, source="the launcher")
     assert expectation({"SLURM_STEP_NUM_TASKS": "4"}) == PlannedPlacement(4, source="the launcher")
     assert expectation({}) is None
-
-
-def test_a_process_that_a_rank_has_started_is_no_rank() -> None:
-    of_launchers = ("OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE", "PMI_FD", "MPI_LOCALRANKID", "HOROVOD_GLOO_IFACE")
-    of_job = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "RINGTRAIN_JOB", PLAN)
-    kept = {"OPAL_PREFIX": "/venv", "SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "1", "RINGTRAIN_STALL_TIMEOUT": "60"}
-    rank = {**dict.fromkeys((*of_launchers, *of_job), "2"), **kept}
-    env.mark_rank(rank)
-    assert not env.has_left_rank(rank)
-    env.leave_rank(rank)
-    assert {*of_launchers} <= {*rank}, "the rank itself keeps all"
-    child = {**rank, env.RANK_PROCESS: "1"}  # as with another process ID
-    assert expectation(child) is None
-    env.leave_rank(child)
-    assert child == {**kept, env.RANK_PROCESS: "1"}
-    alone = {"HOME": "/"}
-    env.mark_rank(alone)
-    assert alone == {"HOME": "/"}, "not a rank: a notebook, which may start ranks"

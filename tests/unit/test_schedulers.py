@@ -18,22 +18,13 @@ NOWHERE = Path("/nonexistent")
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host[1-2]", "SLURM_TASKS_PER_NODE": "3,1"}
 
 
-def hosts_of(environment: Mapping[str, str], folder: Path) -> tuple[Host, ...]:
-    found = find(environment, folder)
-    return found[0] if found else ()
-
-
 NODE_LISTS = {
-    "host1": "host1",
-    "host[1-3]": "host1 host2 host3",
     "host[08-11]": "host08 host09 host10 host11",
     "host[8-11]": "host8 host9 host10 host11",
     "n[098-101,7,007]": "n098 n099 n100 n101 n7 n007",
-    "a[1-2]b[1-2]": "a1b1 a1b2 a2b1 a2b2",
     "r[1-2]n[01-02]-ib.org": "r1n01-ib.org r1n02-ib.org r2n01-ib.org r2n02-ib.org",
     "login,gpu[1,3],cpu[2]x": "login gpu1 gpu3 cpu2x",
     "[1-2]": "1 2",
-    "h[000]": "h000",
 }
 
 
@@ -44,22 +35,13 @@ def test_a_node_list_is_written_out(nodelist: str) -> None:
 
 WRONG_NODE_LISTS = {
     "": "SLURM_JOB_NODELIST: got '', expected names such as host1,gpu[08-10,12]",
-    "a,,b": "got 'a,,b', expected names",
     "a[1-2": "got 'a[1-2', expected names",
-    "a]": "got 'a]', expected names",
-    "a[[1]]": "got 'a[[1]]', expected names",
     "a[]": "got '' in brackets, expected a number, or two that rise as in 08-10",
     "a[3-1]": "got '3-1' in brackets",
-    "a[1-]": "got '1-' in brackets",
-    "a[x]": "got 'x' in brackets",
-    "a[1-2]b[1-1000000000]": "got '1-1000000000' in brackets",
     "a[1-999999999]": "got more than 100,000 hosts at '1-999999999', expected fewer",
-    "a[1-60000,1-60000]": "got more than 100,000 hosts",
-    "a[1-1000][1-1000]": "got more than 100,000 hosts at 'a[1-1000][1-1000]', expected fewer",
     "a[1-2]" * 500: "got more than 100,000 hosts",
     "a[1-60000],b[1-60000]": "got more than 100,000 hosts at 'b[1-60000]', expected fewer",
     "-o[1-2]": "got '-o1', expected a host's name",
-    "a;id": "got 'a;id', expected a host's name",
     "a b": "got 'a b', expected a host's name",
 }
 
@@ -83,10 +65,8 @@ def test_padding_is_kept(first: int, more: int, width: int, num_digits_after: in
 
 
 def test_slurm() -> None:
-    assert find(SLURM, NOWHERE) == (
-        (Host("host1", 3), Host("host2", 1)),
-        "Slurm: SLURM_JOB_NODELIST and SLURM_TASKS_PER_NODE",
-    )
+    source = "Slurm: SLURM_JOB_NODELIST and SLURM_TASKS_PER_NODE"
+    assert find(SLURM, NOWHERE) == ((Host("host1", 3), Host("host2", 1)), source)
     found = find({**SLURM, "SLURM_JOB_NODELIST": "gpu[08-10],login", "SLURM_TASKS_PER_NODE": "4(x2),3(x1),1"}, NOWHERE)
     assert found
     assert found[0] == (Host("gpu08", 4), Host("gpu09", 4), Host("gpu10", 3), Host("login", 1))
@@ -96,19 +76,16 @@ def test_slurm() -> None:
     ("changes", "message"),
     [
         ({"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST: not set, though other variables say that a job is running"),
-        ({"SLURM_TASKS_PER_NODE": ""}, "SLURM_TASKS_PER_NODE: not set, though"),
         (
-            {"SLURM_TASKS_PER_NODE": "3"},
-            "SLURM_TASKS_PER_NODE: got tasks of 1 nodes, expected 2 as in SLURM_JOB_NODELIST",
+            {"SLURM_TASKS_PER_NODE": "3(x3)"},
+            "SLURM_TASKS_PER_NODE: got tasks of 3 nodes, expected 2 as in SLURM_JOB_NOD",
         ),
-        ({"SLURM_TASKS_PER_NODE": "3(x3)"}, "SLURM_TASKS_PER_NODE: got tasks of 3 nodes, expected 2"),
         ({"SLURM_TASKS_PER_NODE": "3(x0),1,1"}, "got '3(x0)', expected tasks of each node such as 4(x2),3"),
         ({"SLURM_TASKS_PER_NODE": "3(x999999999)"}, "got '3(x999999999)', expected tasks of each node"),
         ({"SLURM_TASKS_PER_NODE": "0,1"}, "SLURM_TASKS_PER_NODE: got '0' slots, expected a number from 1 to 4096"),
-        ({"SLURM_TASKS_PER_NODE": "3,many"}, "got 'many', expected tasks of each node"),
         (
             {"SLURM_JOB_NODELIST": "a,a"},
-            "SLURM_JOB_NODELIST: got a with 1 slot, expected each host's slots once: it has 3",
+            "SLURM_JOB_NODELIST: got a with 1 slot, expected each host's slots once: it has",
         ),
     ],
 )
@@ -121,10 +98,7 @@ def test_pbs(tmp_path: Path) -> None:
     nodes = tmp_path / "nodes"
     nodes.write_text("n1.example.org\nn1.example.org\nn2.example.org\nn1.example.org\n")
     environment = {"PBS_JOBID": "12.server", "PBS_NODEFILE": str(nodes)}
-    assert find(environment, NOWHERE) == (
-        (Host("n1.example.org", 3), Host("n2.example.org", 1)),
-        "PBS: PBS_NODEFILE",
-    )
+    assert find(environment, NOWHERE) == ((Host("n1.example.org", 3), Host("n2.example.org", 1)), "PBS: PBS_NODEFILE")
     nodes.write_text("n1\n$(id)\n")
     with pytest.raises(HostsError, match=r"PBS_NODEFILE: .*/nodes:2: got '\$\(id\)', expected a host's name"):
         find(environment, NOWHERE)
@@ -146,8 +120,6 @@ def test_lsf(tmp_path: Path) -> None:
     assert find(both, NOWHERE) == find(pairs, NOWHERE)
     for value, message in {
         "n1 4 n2": "LSB_MCPU_HOSTS: got 3 words, expected pairs",
-        "n1 0": "LSB_MCPU_HOSTS: got '0' slots",
-        "n1 2 n1 2": "LSB_MCPU_HOSTS: got n1 with 2 slots, expected each host's slots once",
         "-v 2": "LSB_MCPU_HOSTS: got '-v', expected a host's name",
     }.items():
         with pytest.raises(HostsError, match=re.escape(message)):
@@ -175,13 +147,7 @@ def test_a_heterogeneous_slurm_job_is_refused(variable: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "name"),
-    [
-        ("PE_HOSTFILE", "/var/spool/pe_hostfile", "SGE"),
-        ("FLUX_JOB_ID", "f2", "Flux"),
-        ("COBALT_NODEFILE", "/var/tmp/cobalt.1", "Cobalt"),
-        ("OAR_NODEFILE", "/var/lib/oar/1", "OAR"),
-    ],
+    ("variable", "value", "name"), [("PE_HOSTFILE", "/var/spool/hosts", "SGE"), ("FLUX_JOB_ID", "f2", "Flux")]
 )
 def test_a_job_of_another_scheduler_is_refused_by_name(variable: str, value: str, name: str) -> None:
     """It would train on this host alone. Beside a scheduler that is read, the variable is a left-over."""
@@ -193,31 +159,26 @@ def test_a_job_of_another_scheduler_is_refused_by_name(variable: str, value: str
 
 def test_the_mpi_operator(tmp_path: Path) -> None:
     hostfile, script = tmp_path / "hostfile", tmp_path / "discover_hosts.sh"
-    workers = tuple(f"mnist-worker-{number}.mnist.team.svc" for number in range(2))
-    marker = tmp_path / "was_run"
-    script.write_text(f"#!/bin/sh\necho {workers[0]}:4\necho {workers[1]}:2\n")
-    script.chmod(0o755)
-    assert find({}, tmp_path) == ((Host(workers[0], 4), Host(workers[1], 2)), f"Kubernetes: {script}")
-    hostfile.write_text(f"{workers[0]} slots=4\n{workers[1]} slots=4\n")
-    assert find({}, tmp_path) == ((Host(workers[0], 4), Host(workers[1], 4)), f"Kubernetes: {hostfile}")
-    hostfile.write_text(f"{workers[0]}:3\n{workers[1]}:3\n")
-    assert hosts_of({"OMPI_MCA_orte_set_default_slots": "8"}, tmp_path) == (Host(workers[0], 3), Host(workers[1], 3))
-    hostfile.write_text(f"{workers[0]}\n{workers[1]}\n")
-    assert hosts_of({}, tmp_path) == (Host(workers[0]), Host(workers[1]))
-    found = find({"OMPI_MCA_orte_set_default_slots": "8"}, tmp_path)
-    assert found
-    assert found[0] == (Host(workers[0], 8), Host(workers[1], 8))
-    assert found[1] == f"Kubernetes: {hostfile} and OMPI_MCA_orte_set_default_slots"
+    first, second = (f"mnist-worker-{number}.mnist.team.svc" for number in range(2))
+    default = {"OMPI_MCA_orte_set_default_slots": "8"}
+    script.write_text(f"#!/bin/sh\necho {first}:4\necho {second}:2\n")
+    assert find({}, tmp_path) == ((Host(first, 4), Host(second, 2)), f"Kubernetes: {script}")
+    hostfile.write_text(f"{first} slots=4\n{second}:3\n")
+    assert find(default, tmp_path) == ((Host(first, 4), Host(second, 3)), f"Kubernetes: {hostfile}")
+    hostfile.write_text(f"{first}\n{second}\n")
+    source = f"Kubernetes: {hostfile} and OMPI_MCA_orte_set_default_slots"
+    assert find(default, tmp_path) == ((Host(first, 8), Host(second, 8)), source)
     hostfile.unlink()
-    script.write_text(f"#!/bin/sh\n\ntouch {marker}\necho {workers[0]}:4\n")
-    with pytest.raises(HostsError, match=r"discover_hosts.sh:3: got 'touch .*', expected 'echo host:4'"):
-        find({}, tmp_path)
-    script.write_text(f"#!/bin/sh\necho $(touch {marker})\n")
-    with pytest.raises(HostsError, match=r"discover_hosts.sh:2: got "):
-        find({}, tmp_path)
-    script.write_text("#!/bin/sh\n\necho a;id\n")
-    with pytest.raises(HostsError, match=r"discover_hosts.sh:3: got 'a;id', expected a host's name"):
-        find({}, tmp_path)
+    marker = tmp_path / "was_run"
+    for line, message in {
+        f"touch {marker}": "got 'touch .*', expected 'echo host:4'",
+        f"echo $(touch {marker})": "got ",
+        "echo a;id": "got 'a;id', expected a host's name",
+    }.items():
+        script.write_text(f"#!/bin/sh\n\n{line}\n")
+        script.chmod(0o755)
+        with pytest.raises(HostsError, match=rf"discover_hosts.sh:3: {message}"):
+            find({}, tmp_path)
     assert not marker.exists()
 
 
@@ -238,13 +199,10 @@ def test_the_more_complete_scheduler_is_believed(tmp_path: Path) -> None:
     for environment, folder, scheduler in (
         ({**SLURM, **pbs, **lsf}, tmp_path, "Slurm"),
         ({**left_over_slurm, **pbs}, NOWHERE, "PBS"),
-        ({**left_over_slurm, **lsf}, NOWHERE, "LSF"),
         ({**pbs, **lsf}, NOWHERE, "LSF"),
-        ({**pbs, "LSB_MCPU_HOSTS": "n1 4"}, NOWHERE, "PBS"),
         (pbs, tmp_path, "PBS"),
         ({"PBS_JOBID": "1", "PBS_NODEFILE": gone}, tmp_path, "Kubernetes"),
         ({"SLURM_JOB_ID": "7"}, tmp_path, "Kubernetes"),
-        ({"PBS_NODEFILE": str(nodes), "K_MPI_JOB_ROLE": "launcher"}, tmp_path, "Kubernetes"),
         ({"PBS_NODEFILE": gone}, NOWHERE, None),
     ):
         found = find(environment, folder)
@@ -276,10 +234,3 @@ def test_any_environment_is_hosts_or_one_line_of_error(environment: Mapping[str,
         for host in found[0] if found else ():
             assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*|[0-9a-f:.]+", host.name)
             assert 1 <= host.slots <= 4096
-
-
-def test_ten_thousand_hosts_of_slurm() -> None:
-    found = find({**SLURM, "SLURM_JOB_NODELIST": "gpu[00000-09999]", "SLURM_TASKS_PER_NODE": "8(x9999),4"}, NOWHERE)
-    assert found
-    assert len(found[0]) == 10_000
-    assert found[0][-1] == Host("gpu09999", 4)

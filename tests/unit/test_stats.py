@@ -7,13 +7,6 @@ import json
 from ringtrain.lab import stats
 
 
-def test_a_spread_is_median_and_tenths():
-    spread = stats.Spread.of([5.0, 1.0, 3.0, 2.0, 4.0])
-    assert (spread.median, spread.repeats) == (3.0, 5)
-    assert 1.0 < spread.p10 < 2.0 and 4.0 < spread.p90 < 5.0
-    assert stats.Spread.of([2.0]).text() == "2.00 (2.00 to 2.00)"
-
-
 def test_ratios_are_of_turns_and_not_of_medians():
     """While the machine slows down by half, the ratio of the two stays what it is."""
     first, second = [10.0, 8.0, 6.0, 5.0], [20.0, 16.0, 12.0, 10.0]

@@ -39,6 +39,9 @@ def test_rsync_uses_the_ssh_of_host_agents() -> None:
     ssh = shlex.split(told[told.index("-e") + 1])
     assert ssh[0] == "ssh" and "-oBatchMode=yes" in ssh and ssh[-2:] == ["-p", "2222"]
     assert "--timeout=7" in told and told[-1] == "[fd00::2]:/srv/a b/"
+    for option in ("sync", "sync_environment"):
+        with pytest.raises(LaunchError, match=f"got --{option.replace('_', '-')} with --launcher srun"):
+            options(launcher="srun", **{option: True}).checked()
 
 
 def test_an_environment_in_the_project_is_sent_only_if_asked() -> None:
@@ -49,47 +52,16 @@ def test_an_environment_in_the_project_is_sent_only_if_asked() -> None:
     with pytest.raises(LaunchError, match="runs in the system's Python"):
         sync.environment("/usr", "/usr")
 
-
-@pytest.mark.parametrize("folder", ["/home/me", "/home", "/"])
-def test_a_home_is_no_project(folder: str) -> None:
-    with pytest.raises(LaunchError, match="call it in the project's own folder"):
-        sync.project_rules(Path(folder), Path("/opt/env"), "/home/me")
-
-
-@pytest.mark.parametrize("launcher", ["srun", "sbatch", "mpijob", "spark"])
-@pytest.mark.parametrize("option", ["sync", "sync_environment"])
-def test_it_is_refused_where_ssh_reaches_no_host(launcher: str, option: str) -> None:
-    with pytest.raises(LaunchError, match=f"got --{option.replace('_', '-')} with --launcher {launcher}"):
-        options(launcher=launcher, **{option: True}).checked()
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("Welcome!\nssh: no route to host\nrsync: connection unexpectedly closed (0 bytes)\n", "ssh: no route to host"),
-        ("rsync error: timeout (code 30)", "rsync exited with code 30"),
-        ("rsync: mkdir failed\nrsync error: x", "rsync: mkdir failed"),
-    ],
-)
-def test_a_host_that_fails_is_named_in_one_line(text: str, reason: str) -> None:
-    transfer = sync.Transfer("host1", sync.plan("host1", "/srv", (), options(sync=True)))
-    line = sync.why_failed(transfer, 30, text)
-    assert line.startswith(f"host1: /srv/ was not sent: {reason}: ") and "\n" not in line
+    for home in ("/home/me", "/"):
+        with pytest.raises(LaunchError, match="call it in the project's own folder"):
+            sync.project_rules(Path(home), Path("/opt/env"), "/home/me")
 
 
 def test_what_is_sent_is_the_projects_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not shutil.which("rsync"):
         pytest.skip("no rsync")
     here, there = tmp_path / "here", tmp_path / "there"
-    sent = {
-        "train.py",
-        "data/kept.csv",
-        "lib/runs/code.py",
-        "big/wanted.npz",
-        ".gitignore",
-        ".rsync-filter",
-        "odd name",
-    }
+    sent = {"train.py", "lib/runs/code.py", "big/wanted.npz", ".gitignore", ".rsync-filter", "odd name"}
     left_out = {"runs/a/summary.json", ".git/HEAD", ".venv/bin/python", "lib/__pycache__/x.pyc", "data/raw.bin"}
     for name in sent | left_out:
         (here / name).parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +92,7 @@ def test_hosts_that_fail_do_not_keep_others_from_getting_files(tmp_path: Path, m
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     chosen = [sync.Transfer(host, sync.plan(host, "/srv/job", (), options(sync=True))) for host in ("bad", "good")]
-    with pytest.raises(LaunchError, match=r"^not synced: bad: /srv/job/ was not sent: no space: "):
+    with pytest.raises(LaunchError, match=r"^not synced: bad: /srv/job/ was not sent: no space: .+$"):
         sync.send(chosen)
     assert (tmp_path / "done").exists()
     monkeypatch.setenv("PATH", str(tmp_path))

