@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+import diagrams
 import figures
 import pytest
 
@@ -163,12 +164,19 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_pictures_are_small_and_load_nothing() -> None:
     pictures = [*(ROOT / "docs" / "images").iterdir()]
-    shown = "".join(page.read_text() for page in PAGES) + README
+    shown = "".join(page.read_text() for page in PAGES) + README + CONTRIBUTING
     assert {path.name for path in pictures} == set(re.findall(r"\((?:docs/)?images/([\w.-]+)\)", shown))
     for path in pictures:
         assert path.stat().st_size < 100_000, path
         if path.suffix == ".svg":
             assert not re.search(r"url\((?!#)|href=|<script", path.read_text()), path
+
+
+@pytest.mark.parametrize("name", diagrams.DIAGRAMS)
+def test_a_diagram_is_as_its_script_draws_it(name: str) -> None:
+    drawn = diagrams.DIAGRAMS[name]()
+    assert (diagrams.FOLDER / name).read_text() == drawn, "run benchmarks/diagrams.py"
+    assert "ranks" in drawn or "rank 0" in drawn
 
 
 def test_the_plot_of_speed_shows_the_figures_of_its_page() -> None:

@@ -1,4 +1,4 @@
-"""Draws the diagrams of the pages: python docs/images/diagrams.py writes run.svg, step.svg and launch.svg beside it."""
+"""Draws the diagrams of the pages: python benchmarks/diagrams.py writes run.svg, step.svg and launch.svg."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1] / "docs" / "images"
 LINE = 17
 """pixels from one line of text to the next"""
 COLORS = {"plain": "#f4f6f8", "rank": "#e3f0fb", "all": "#e4f4e4", "files": "#fbf3dd", "host": "#ffffff"}
@@ -41,11 +41,11 @@ class Drawing:
         place = f'x1="{x}" y1="{y}" x2="{to_x}" y2="{to_y}"'
         self.parts.append(f'<line {place} stroke="#555" stroke-width="1.5" marker-end="url(#end)"/>')
 
-    def write(self, name: str) -> None:
-        (FOLDER / name).write_text("\n".join([*self.parts, "</svg>\n"]), encoding="utf-8")
+    def svg(self) -> str:
+        return "\n".join([*self.parts, "</svg>\n"])
 
 
-def run() -> None:
+def run() -> str:
     """The main path of train.py, and where each part of it is."""
     drawing = Drawing(900, 290, "A run: setup, agree, fit, finish")
     drawing.box(20, 20, 240, ["ringtrain.fit", "model and arguments of a script:", "api.py, training/script.py"])
@@ -81,10 +81,10 @@ def run() -> None:
     drawing.box(300, 160, 260, finish, "all", 110)
     drawing.arrow(300, 240, 260, 240)
     drawing.box(20, 205, 240, ["runs/NAME", "checkpoints, logs, metrics,", "summary.json, model.keras"], "files")
-    drawing.write("run.svg")
+    return drawing.svg()
 
 
-def step() -> None:
+def step() -> str:
     """One step of two ranks."""
     drawing = Drawing(900, 250, "A step on two ranks")
     drawing.box(20, 90, 150, ["batch of 32 rows", "in the order of", "seed and epoch"], "files")
@@ -96,10 +96,10 @@ def step() -> None:
         drawing.arrow(660, 122, 710, y + 40)
     reduced = ["allreduce", "each rank's share of rows,", "masks and weights counts:", "the mean of all 32 rows"]
     drawing.box(460, 80, 200, reduced, "all")
-    drawing.write("step.svg")
+    return drawing.svg()
 
 
-def launch() -> None:
+def launch() -> str:
     """Processes of a job on two hosts, and who starts and tells whom."""
     drawing = Drawing(900, 400, "Who starts and tells whom in a launch")
     drawing.box(
@@ -127,10 +127,11 @@ def launch() -> None:
     drawing.box(20, 325, 860, ring, "all")
     drawing.arrow(320, 265, 320, 325)
     drawing.arrow(770, 265, 770, 325)
-    drawing.write("launch.svg")
+    return drawing.svg()
 
+
+DIAGRAMS = {"run.svg": run, "step.svg": step, "launch.svg": launch}
 
 if __name__ == "__main__":
-    run()
-    step()
-    launch()
+    for name, draw in DIAGRAMS.items():
+        (FOLDER / name).write_text(draw(), encoding="utf-8")
