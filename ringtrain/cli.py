@@ -268,7 +268,7 @@ def hosts(given: Given) -> int:
 
 def add_doctor(parser: Parser) -> None:
     """Adds the options of doctor, and of the hosts that it examines."""
-    from ringtrain.cluster.doctor.session import DoctorOptions
+    from ringtrain.cluster.doctor.visit import DoctorOptions
 
     add_options(parser, [HostOptions])
     add(parser, options_of(DoctorOptions).values())
@@ -278,7 +278,7 @@ def doctor(given: Given) -> int:
     from ringtrain.cluster.doctor import preflight
     from ringtrain.cluster.launch import find_hosts
 
-    return preflight.main(find_hosts(LaunchOptions.of(given))[0], read(preflight.Options, given.values))
+    return preflight.main(find_hosts(LaunchOptions.of(given))[0], read(preflight.VisitOptions, given.values))
 
 
 HOSTS = Command(

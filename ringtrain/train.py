@@ -154,7 +154,7 @@ def setup(config: Config, source: Source, group: RankGroup | None, stages: journ
     hvd.elastic.listen()
     hvd.init()
     stages.done("init")
-    hvd.step_timing.PLACE.reset()  # counts of an earlier run of this process end here
+    hvd.step_timing.PHASES.reset()  # counts of an earlier run of this process end here
     # Before TensorFlow uses a device: it would allocate memory on the host's first GPU for every rank.
     strategy = strategies.make(config, group)
     pinning = source.pin(strategy)
@@ -190,7 +190,7 @@ def agree(run: Run) -> Mapping[str, Any]:
     # Each rank has a device of its own, and the code of rank 0.
     strategy, stages, source = run.strategy, run.stages, run.source
     run.rank, run.size = hvd.rank(), hvd.size()
-    hvd.step_timing.PLACE.enter("start")
+    hvd.step_timing.PHASES.enter("start")
     if run.config.device.share_gpus:
         device = ""
     else:
@@ -256,7 +256,7 @@ def _open_journal(run: Run, opening: Opening) -> None:
     from ringtrain import hvd
 
     run.journal.open(run.folder, run.rank, run.size, run.attempt.number, opening.start_s)
-    run.journal.spent = hvd.step_timing.PLACE.spent if run.rank == 0 else dict
+    run.journal.spent = hvd.step_timing.PHASES.spent if run.rank == 0 else dict
     facts = dict(opening.facts)
     if opening.is_first:
         moments = run.stages.moments

@@ -9,7 +9,7 @@ environment:    variables of the launching environment that reach ranks
 plans:          the command line of each launcher
 horovod_driver: horovodrun with its network services restricted to the job
 rank_process:   a process that horovodrun starts: output, exit code, and the signal that ends it
-sync:           `--sync`: the project and the environment for all hosts, by rsync
+rsync:          `--sync`: the project and the environment for all hosts, by rsync
 supervisor:     runs a plan and supervises it: placement, output, first failure, clean-up
 agents:         host agents at the launcher: processes, connections and messages
 output:         output of a launcher and its ranks, without the reports in it

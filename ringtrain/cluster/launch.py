@@ -19,9 +19,9 @@ from ringtrain.cluster import (
     job,
     processes,
     restart,
+    rsync,
     schedulers,
     supervisor,
-    sync,
 )
 from ringtrain.cluster.agents import HostsLost
 from ringtrain.cluster.exit_cause import HOST_LOST, JobResult
@@ -122,9 +122,9 @@ def launch(options: LaunchOptions) -> int:
         )
     shown = replace(first, id=job.FRESH_ID) if first.id else first
     receivers = work.hosts if options.max_restarts or options.elastic else first.hosts
-    transfers = sync.transfers(options, receivers)
+    transfers = rsync.transfers(options, receivers)
     if options.explain:
-        explain([*sync.explain(transfers), *job.explain(work.planner(shown))])
+        explain([*rsync.explain(transfers), *job.explain(work.planner(shown))])
         return 0
     if options.dry_run:
         for transfer in transfers:
@@ -141,7 +141,7 @@ def launch(options: LaunchOptions) -> int:
     else:
         processes.find(work.options.started_by.program)
     if options.sync or options.sync_environment:
-        sync.send(transfers)
+        rsync.send(transfers)
     return run_attempts(work)
 
 

@@ -277,7 +277,7 @@ def _advance() -> None:
     """Counts a batch that is read without training as progress, for the detection of stalls."""
     from ringtrain import hvd
 
-    hvd.step_timing.PLACE.advance()
+    hvd.step_timing.PHASES.advance()
 
 
 def num_rows(batch: Any) -> int:

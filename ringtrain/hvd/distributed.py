@@ -18,7 +18,7 @@ from ringtrain.hvd.collectives import allreduce
 from ringtrain.hvd.keras_patches import distributed, innermost, make_plain, reduction_of, saved_as_its_base, set_class
 from ringtrain.hvd.powersgd import LowRank
 from ringtrain.hvd.reduction import Reduction, weighed
-from ringtrain.hvd.step_timing import PLACE
+from ringtrain.hvd.step_timing import PHASES
 
 
 def distribute(optimizer: Any, reduction: Reduction, backward_passes: int) -> Any:
@@ -158,7 +158,7 @@ class _Reducing(keras.optimizers.Optimizer):
         """Reduces the gradients of an update over the ranks; none of them may be None."""
         local = [self.is_local(variable) for variable in variables]
         reduced = self.reduction(grads, variables, local)
-        PLACE.note("reduced", reduced)
+        PHASES.note("reduced", reduced)
         return reduced
 
     def reduce_given(self, grads: Any, variables: Any) -> list[Any]:

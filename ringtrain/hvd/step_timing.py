@@ -125,22 +125,22 @@ def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in seconds.items()}
 
 
-PLACE = PhaseTracker()
+PHASES = PhaseTracker()
 
 
 @contextlib.contextmanager
 def during(phase: str) -> Iterator[None]:
     """Sets the phase of this process within a block or a function: "evaluate", "save", or "reduce" for waiting."""
-    before, counted_as, begin_s = PLACE.phase, PLACE.counted_as, time.perf_counter()
+    before, counted_as, begin_s = PHASES.phase, PHASES.counted_as, time.perf_counter()
     # What the ranks exchange for a save or an evaluation is a part of it.
     is_part = phase == "reduce" and counted_as in ("start", "save", "evaluate")
-    PLACE.enter(phase, counted_as=counted_as if is_part else "")
+    PHASES.enter(phase, counted_as=counted_as if is_part else "")
     try:
         yield
     finally:
         if phase == "reduce" != before:
-            PLACE.waited_s += time.perf_counter() - begin_s
-        PLACE.enter(before, counted_as)
+            PHASES.waited_s += time.perf_counter() - begin_s
+        PHASES.enter(before, counted_as)
 
 
 class StepTimer(keras.callbacks.Callback):
@@ -148,7 +148,7 @@ class StepTimer(keras.callbacks.Callback):
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self.clock, self.tracker = clock, PLACE
+        self.clock, self.tracker = clock, PHASES
         self.own_steps = 0
         self.begin_s = 0.0
         self.window: deque[tuple[float, float, float, float]] = deque(maxlen=WINDOW_STEPS)

@@ -43,8 +43,8 @@ GLOO = "horovodrun-gloo"
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of the bench."""
+class BenchAllreduceOptions:
+    """BenchAllreduceOptions of the bench."""
 
     sizes: Annotated[str, LIST] = "1KiB,64KiB,1MiB,16MiB,64MiB"
     """sizes of the arrays"""
@@ -63,7 +63,7 @@ def num_bytes_of(word: str) -> int:
     return int(number) * UNITS[unit]
 
 
-def main(options: Options, launch: LaunchOptions) -> int:
+def main(options: BenchAllreduceOptions, launch: LaunchOptions) -> int:
     """Measures, prints and writes."""
     if launch.command:
         raise LaunchError(f"got {launch.command[0]} after --, but bench allreduce trains nothing: leave it out")

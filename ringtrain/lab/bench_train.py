@@ -25,8 +25,8 @@ WARM_STEPS = 3  # of each block
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of the bench."""
+class BenchTrainOptions:
+    """BenchTrainOptions of the bench."""
 
     turns: Annotated[int, N, AT_LEAST_1] = 7
     """measurements of each kind, in turns"""
@@ -36,7 +36,7 @@ class Options:
     """write the results as JSON"""
 
 
-def main(options: Options, launch: LaunchOptions) -> int:
+def main(options: BenchTrainOptions, launch: LaunchOptions) -> int:
     """Measures, prints and writes."""
     train_args = launch.command
     if train_args and not train_args[0].startswith("-"):
@@ -85,7 +85,7 @@ def on_ranks(train_args: Sequence[str], num_steps: int, turns: int) -> dict[str,
     strategy.distribute(ring.optimizer)
     alone, _ = configured.compiled_model(named, data_set, config, numbers, strategy)
     hvd.broadcast_model(ring, root_rank=0)
-    hvd.step_timing.PLACE.watch(ring)  # as in training
+    hvd.step_timing.PHASES.watch(ring)  # as in training
     steps_per_turn = WARM_STEPS + num_steps
     num_whole = len(data_set.train) // (batch_size * size)
     if not num_whole:

@@ -26,14 +26,14 @@ HEAD = f"""\
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of the command."""
+class InitOptions:
+    """InitOptions of the command."""
 
     folder: Annotated[str, Argument("FOLDER", is_positional=True)] = "."
     """folder for both files, created if missing"""
 
 
-def main(options: Options) -> int:
+def main(options: InitOptions) -> int:
     """Writes both files, or neither if one exists."""
     folder = Path(options.folder)
     texts = {folder / CONFIG: config_text(), folder / JOB: FIRST_JOB.read_text(encoding="utf-8")}

@@ -58,8 +58,8 @@ PLAIN = {
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of the command."""
+class ProveOptions:
+    """ProveOptions of the command."""
 
     steps: Annotated[int, N, at_least(4)] = 6
     """steps of an epoch, 4 or more; each run has two epochs, or one if a script has no more"""
@@ -67,7 +67,7 @@ class Options:
     """write the results as JSON"""
 
 
-def main(options: Options, launch: LaunchOptions) -> int:
+def main(options: ProveOptions, launch: LaunchOptions) -> int:
     """Trains, prints and writes the certificate. Returns 0, or 1 if something does not hold."""
     num_ranks = launch.np or sum(host.slots for host in find_hosts(launch)[0])
     if num_ranks < 2:
@@ -199,7 +199,7 @@ class Proof:
         return words, ForScript(by=by, folder=folder, options=of_fit, observer=observer, **limits)
 
     def _of_trainer(self, num_ranks: int, precision: str) -> dict[str, Any]:
-        """Options of a start of the trainer, whose batch is that of one rank."""
+        """ProveOptions of a start of the trainer, whose batch is that of one rank."""
         base = self._base
         rows_of_step = max(self.num_ranks, base.train.virtual_ranks) * base.train.batch_size
         options: dict[str, Any] = {

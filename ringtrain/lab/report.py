@@ -35,8 +35,8 @@ GOODPUT = (
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of the command."""
+class ReportOptions:
+    """ReportOptions of the command."""
 
     run: Annotated[tuple[str, ...], Argument("RUN", is_positional=True)] = ()
     """folder of a run (the newest in runs)"""
@@ -46,7 +46,7 @@ class Options:
     """all ranks' journals in one table, with a verdict"""
 
 
-def main(options: Options) -> int:
+def main(options: ReportOptions) -> int:
     """Reads runs, and writes a page about them."""
     folders = [Path(word) for word in options.run] or [runs.newest()]
     if options.post_mortem and len(folders) != 1:
@@ -202,7 +202,7 @@ def _events(named: Runs) -> list[str]:
 
 
 def _configuration(named: Runs) -> list[str]:
-    """Options that differ from their defaults, or, for several runs, between the runs."""
+    """ReportOptions that differ from their defaults, or, for several runs, between the runs."""
     columns = {name: run.options for name, run in named.items()}
     if len(named) == 1:
         from ringtrain.config.sections import Config

@@ -29,8 +29,8 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of the command."""
+class RunsOptions:
+    """RunsOptions of the command."""
 
     folder: Annotated[str, Argument("FOLDER", is_positional=True)] = RUNS
     """folder that holds runs"""
@@ -38,7 +38,7 @@ class Options:
     """print a list of JSON objects, with all metrics"""
 
 
-def main(options: Options) -> int:
+def main(options: RunsOptions) -> int:
     """Prints a line per run."""
     parent = Path(options.folder)
     runs = [facts_of(read(folder)) for folder in runs_in(parent)]
@@ -131,7 +131,7 @@ def read(folder: Path) -> Run:
 
 
 def _configuration(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of a config.toml by dotted name, and the numbers in its comments."""
+    """RunsOptions of a config.toml by dotted name, and the numbers in its comments."""
     options: dict[str, Any] = {}
     with contextlib.suppress(ValueError, RecursionError):
         options = flat(tomllib.loads(text))

@@ -42,8 +42,8 @@ HOST_OPTIONS = ("hostfile", "hosts", "include", "exclude")
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of the command."""
+class SweepOptions:
+    """SweepOptions of the command."""
 
     space: Annotated[str, FILE]
     """TOML with the values of each option to try"""
@@ -63,7 +63,7 @@ class Options:
     """of the sweep (runs/sweep- and the name of its space)"""
 
 
-def main(options: Options, launch: LaunchOptions) -> int:
+def main(options: SweepOptions, launch: LaunchOptions) -> int:
     """Runs the sweep, prints and writes its results.
 
     Returns:
@@ -134,7 +134,7 @@ def claim(folder: Path, settings: Mapping[str, Any]) -> None:
             )
 
 
-def conclude(folder: Path, study: Study, job: TrialJob, options: Options) -> None:
+def conclude(folder: Path, study: Study, job: TrialJob, options: SweepOptions) -> None:
     """Prints and writes the results and the best values."""
     trials, best, objective = study.trials(), study.best(), job.objective
     ordered = [*best, *(trial for trial in trials if trial not in best)]

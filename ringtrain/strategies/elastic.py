@@ -263,10 +263,10 @@ class ElasticClock(Clock):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         super().on_train_batch_begin(batch, logs)
-        hvd.step_timing.PLACE.enter("step")
+        hvd.step_timing.PHASES.enter("step")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        hvd.step_timing.PLACE.enter("callbacks")
+        hvd.step_timing.PHASES.enter("callbacks")
         super().on_train_batch_end(batch, logs)
         if self.epoch_complete:
             self.is_open = True

@@ -175,7 +175,7 @@ class CallbacksOfRank(keras.callbacks.CallbackList):
 
     def _count(self) -> None:
         self.num_calls += 1
-        hvd.step_timing.PLACE.advance()
+        hvd.step_timing.PHASES.advance()
 
 
 def evaluate_shard(

@@ -17,7 +17,7 @@ def measure_phases(run: Run) -> None:
     from ringtrain import hvd
 
     if run.strategy.trains_here and run.strategy.copies == 1:
-        hvd.step_timing.PLACE.watch(run.job.model)
+        hvd.step_timing.PHASES.watch(run.job.model)
 
 
 def add_monitor(run: Run) -> None:
@@ -45,7 +45,7 @@ def monitored(run: Run, monitor: heartbeat.Monitor) -> Iterator[None]:
     from ringtrain import hvd
 
     # The status is in shared memory: others read it also where this rank hangs, and cannot say anything itself.
-    tracker = hvd.step_timing.PLACE
+    tracker = hvd.step_timing.PHASES
     tracker.on_change = lambda: run.status.put(run.clock.global_step, tracker.phase)
     with monitor:
         try:

@@ -23,7 +23,7 @@ from ringtrain.errors import ConfigError
 from ringtrain.hvd.collectives import tensor_of
 from ringtrain.hvd.keras_patches import innermost, reduction_of, set_untracked, slots_of
 from ringtrain.hvd.reduction import scaled
-from ringtrain.hvd.step_timing import PLACE
+from ringtrain.hvd.step_timing import PHASES
 from ringtrain.training.metric_results import metric_results
 from ringtrain.training.step import Step
 from ringtrain.training.sums import StepResult, Sums, seed_of
@@ -109,7 +109,7 @@ class SummedStep(Step):
         for compute in computations:
             part, logs = compute()
             parts.append(part)
-        PLACE.note("computed", [part.gradients for part in parts])
+        PHASES.note("computed", [part.gradients for part in parts])
         total = self.sums.totals(self, parts)
 
         # Weights change only when all sums are there, and nothing can fail any more.

@@ -24,7 +24,7 @@ from ringtrain.data.parts import Parts
 from ringtrain.errors import ConfigError, OutOfSync
 from ringtrain.hvd.keras_patches import reduction_of
 from ringtrain.hvd.reduction import scaled
-from ringtrain.hvd.step_timing import PLACE
+from ringtrain.hvd.step_timing import PHASES
 from ringtrain.training.summed_step import LossIsKnown, SummedStep
 from ringtrain.training.sums import StepResult, reduced_by_dtype
 
@@ -195,7 +195,7 @@ class SumsOverVirtualRanks:
         gradients = list(parts[0].gradients)
         for index in places:
             gradients[index] = next(sums) / self.num
-        PLACE.note("reduced", [gradients[index] for index in places])
+        PHASES.note("reduced", [gradients[index] for index in places])
         moving = [next(sums) / self.num for _ in step.moving]
         counters = [next(sums) for _ in step.counters]
         metrics = [next(sums) for _ in step.metrics]

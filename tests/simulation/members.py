@@ -27,7 +27,7 @@ from ringtrain.protocol.env import MARK
 
 GLOO_TIMEOUT_S = 60.0
 REMOVED = "-1"
-PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+PLACEMENT = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 
 
 class Aborted(BaseException):
@@ -186,7 +186,7 @@ class Member:
             self.note("has been removed")
             self.say("terminate called: has been removed from elastic job")
             raise Aborted
-        for key, value in zip(PLACE, values, strict=True):
+        for key, value in zip(PLACEMENT, values, strict=True):
             self.variables[f"HOROVOD_{key}"] = value
 
     def _meet(self, scope: str, number: int, size: int) -> Group:

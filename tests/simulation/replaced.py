@@ -277,7 +277,7 @@ def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
         name: getattr(horovod, name)
         for name in ("rank", "size", "run_together", "on_rank_0", "allgather_object", "broadcast_object", "allreduce")
     }
-    tracker = SimpleNamespace(PLACE=SimpleNamespace(enter=lambda phase: None))
+    tracker = SimpleNamespace(PHASES=SimpleNamespace(enter=lambda phase: None))
     optimizer = SimpleNamespace(finalize_variable_values=lambda _: None, _trainable_variables=())
     names = SimpleNamespace(
         **communicating,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ringtrain import cli
-from ringtrain.cluster.doctor.session import DoctorOptions
+from ringtrain.cluster.doctor.visit import DoctorOptions
 from ringtrain.cluster.launch_options import GROUPS, LaunchOptions
 from ringtrain.config.options import Parser, add, before_program, options_of, words_of
 

@@ -348,7 +348,7 @@ def test_alone_it_checks_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert preflight.main([HERE], preflight.Options(as_json=True)) in (0, 1)
+    assert preflight.main([HERE], preflight.VisitOptions(as_json=True)) in (0, 1)
     value = json.loads(capsys.readouterr().out)
     (host,) = value["hosts"]
     assert (host["name"], host["checks"]["ssh"]["value"]) == ("localhost", "here")
@@ -358,7 +358,7 @@ def test_alone_it_checks_this_machine(
 
 def test_an_option_that_cannot_be_meant_is_refused() -> None:
     with pytest.raises(LaunchError, match=r"got --subnet '10\.1\.0\.0/99', expected a network such as"):
-        preflight.examine([HERE], preflight.Options(subnet="10.1.0.0/99"))
+        preflight.examine([HERE], preflight.VisitOptions(subnet="10.1.0.0/99"))
 
 
 def test_more_hosts_than_connections_whose_login_shells_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +371,7 @@ def test_more_hosts_than_connections_whose_login_shells_print(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     hosts = [Host(f"192.0.2.{number}") for number in range(1, 6)]
     monkeypatch.setattr(preflight, "MAX_CONNECTIONS", 2)
-    found = preflight.examine(hosts, preflight.Options(timeout_s=60))
+    found = preflight.examine(hosts, preflight.VisitOptions(timeout_s=60))
     assert [probe.error for probe in found.scene.probes] == [""] * len(hosts)
     assert [cell.value for cell in found.table["shared"]] == ["yes"] * len(hosts)
     assert set(found.table["Python"]) == {Cell(".".join(map(str, sys.version_info[:3])))}

@@ -54,13 +54,13 @@ def test_counting_changes_no_variable() -> None:
 
 def test_batches_read_without_training_are_progress() -> None:
     """So that a resume that reads for longer than the stall timeout is not ended."""
-    before = hvd.step_timing.PLACE.changes
+    before = hvd.step_timing.PHASES.changes
     stream = _stream(_ids().unbatch().filter(lambda row: row["id"] % 2 == 0).batch(4))
-    counted = hvd.step_timing.PLACE.changes
+    counted = hvd.step_timing.PHASES.changes
     rows = stream.take_rows(data.Parts.of_rank(0, 1))
     stream.end()
     next(rows(1, 5))
-    assert (counted - before, hvd.step_timing.PLACE.changes - counted) == (7, 5)
+    assert (counted - before, hvd.step_timing.PHASES.changes - counted) == (7, 5)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typing import Any
 from ringtrain.cluster import host_agent
 from ringtrain.cluster.doctor import machine, network, software
 from ringtrain.cluster.doctor.findings import LEVELS, UNKNOWN, Cell, Check, Finding, Level, Probe, Scene, gather
-from ringtrain.cluster.doctor.session import Options, visit
+from ringtrain.cluster.doctor.visit import VisitOptions, visit
 from ringtrain.cluster.hosts import Host, count
 from ringtrain.cluster.job import check_subnet
 from ringtrain.errors import LaunchError
@@ -45,14 +45,14 @@ class Report:
         return max((finding.level for finding in self.findings), key=LEVELS.index, default="ok")
 
 
-def main(hosts: Sequence[Host], options: Options) -> int:
+def main(hosts: Sequence[Host], options: VisitOptions) -> int:
     """Examines hosts, prints the report, and returns 0: ok, 1: warnings, or 2: errors."""
     if sys.stderr.isatty() and len(hosts) > 1:
         print(f"probing {len(hosts)} hosts, each has {options.timeout_s:g} s to answer ...", file=sys.stderr)
     return show(examine(hosts, options), options.as_json)
 
 
-def examine(hosts: Sequence[Host], options: Options) -> Report:
+def examine(hosts: Sequence[Host], options: VisitOptions) -> Report:
     """Probes all hosts concurrently; errors of hosts become findings. Raises LaunchError if an option is invalid."""
     check(options)
     start_s = time.monotonic()
@@ -87,7 +87,7 @@ def examine(hosts: Sequence[Host], options: Options) -> Report:
     return Report(scene, table, findings, subnet, time.monotonic() - start_s)
 
 
-def check(options: Options) -> None:
+def check(options: VisitOptions) -> None:
     if not 0 < options.timeout_s < threading.TIMEOUT_MAX:
         raise LaunchError(f"got --timeout {options.timeout_s:g}, expected a number of seconds above 0")
     check_subnet(options.subnet)

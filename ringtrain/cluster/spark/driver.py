@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             row_counts = ""
             if options.data:
                 slots, row_counts = dataframe.shares(spark, options.data, options.num_ranks)
-            return Job(slots, row_counts, options, command, os.environ).run()
+            return SparkRanks(slots, row_counts, options, command, os.environ).run()
         finally:
             spark.sparkContext.cancelAllJobs()
             spark.stop()
@@ -100,7 +100,7 @@ class Caller:
     gpus: tuple[str, ...] = ()  # addresses of the GPUs that Spark assigned to the task
 
 
-class Job:
+class SparkRanks:
     """Ranks of one job, from the connection of their tasks to their exit."""
 
     def __init__(

@@ -255,7 +255,7 @@ class ParameterServers(Strategy):
         ranks = ", ".join(str(self.group.roles.workers[worker]) for worker in workers[:4])
         if len(workers) > 4:
             ranks += ", ..."
-        hvd.step_timing.PLACE.phase = f"the wait for gradients of rank {ranks}"
+        hvd.step_timing.PHASES.phase = f"the wait for gradients of rank {ranks}"
 
     def statistics(self) -> dict[str, Any]:
         """Statistics of the steps for summary.json."""

@@ -27,7 +27,7 @@ START = "import sys; i = sys.stdin.buffer; exec(compile(i.read(int(i.readline())
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Options of `ringtrain doctor`, besides its hosts."""
+    """VisitOptions of `ringtrain doctor`, besides its hosts."""
 
     run_directory: Annotated[str, Argument("DIR")] = "runs"
     """parent directory of all runs"""
@@ -38,7 +38,7 @@ class DoctorOptions:
 
 
 @dataclass(frozen=True)
-class Options(DoctorOptions):
+class VisitOptions(DoctorOptions):
     """How hosts are examined."""
 
     ssh_port: int = 0  # 0: from ssh's configuration
@@ -46,7 +46,7 @@ class Options(DoctorOptions):
     python: str = sys.executable  # full path of the Python that ranks are started with
 
 
-def visit(host: Host, request: Mapping[str, Any], options: Options) -> Probe:
+def visit(host: Host, request: Mapping[str, Any], options: VisitOptions) -> Probe:
     """Probes one host, over ssh unless it is this machine; one that does not answer gives a Probe with an error."""
     mark = f"ringtrain-{secrets.token_hex(8)} "
     argv = ["sh", "-c", SHELL, "sh", mark, options.python, START]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.cluster import sync
+from ringtrain.cluster import rsync
 from ringtrain.cluster.hosts import Host
 from ringtrain.cluster.launch_options import LaunchOptions
 from ringtrain.errors import LaunchError
@@ -26,8 +26,8 @@ def test_every_other_host_gets_the_folder_and_this_one_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert sync.transfers(options(), HOSTS) == []
-    chosen = sync.transfers(options(sync=True), HOSTS)
+    assert rsync.transfers(options(), HOSTS) == []
+    chosen = rsync.transfers(options(sync=True), HOSTS)
     assert [transfer.host for transfer in chosen] == ["host.invalid", "other.invalid"]
     assert [transfer.plan.argv[-2:] for transfer in chosen] == [
         (f"{tmp_path}/", f"{transfer.host}:{tmp_path}/") for transfer in chosen
@@ -35,7 +35,7 @@ def test_every_other_host_gets_the_folder_and_this_one_does_not(
 
 
 def test_rsync_uses_the_ssh_of_host_agents() -> None:
-    told = sync.plan("fd00::2", "/srv/a b", (), options(sync=True, ssh_port=2222, start_timeout=7.5)).argv
+    told = rsync.plan("fd00::2", "/srv/a b", (), options(sync=True, ssh_port=2222, start_timeout=7.5)).argv
     ssh = shlex.split(told[told.index("-e") + 1])
     assert ssh[0] == "ssh" and "-oBatchMode=yes" in ssh and ssh[-2:] == ["-p", "2222"]
     assert "--timeout=7" in told and told[-1] == "[fd00::2]:/srv/a b/"
@@ -45,16 +45,16 @@ def test_rsync_uses_the_ssh_of_host_agents() -> None:
 
 
 def test_an_environment_in_the_project_is_sent_only_if_asked() -> None:
-    assert sync.project_rules(Path("/srv/job"), Path("/srv/job/envs/tf"), "/home/me")[-1] == "/envs/tf"
-    assert sync.project_rules(Path("/srv/job"), Path("/elsewhere"), "/home/me") == sync.LEFT_OUT
-    assert sync.environment("/srv/job/.venv", "/usr") == ["/srv/job/.venv"]
-    assert sync.environment("/srv/job/.venv", "/opt/python") == ["/srv/job/.venv", "/opt/python"]
+    assert rsync.project_rules(Path("/srv/job"), Path("/srv/job/envs/tf"), "/home/me")[-1] == "/envs/tf"
+    assert rsync.project_rules(Path("/srv/job"), Path("/elsewhere"), "/home/me") == rsync.LEFT_OUT
+    assert rsync.environment("/srv/job/.venv", "/usr") == ["/srv/job/.venv"]
+    assert rsync.environment("/srv/job/.venv", "/opt/python") == ["/srv/job/.venv", "/opt/python"]
     with pytest.raises(LaunchError, match="runs in the system's Python"):
-        sync.environment("/usr", "/usr")
+        rsync.environment("/usr", "/usr")
 
     for home in ("/home/me", "/"):
         with pytest.raises(LaunchError, match="call it in the project's own folder"):
-            sync.project_rules(Path(home), Path("/opt/env"), "/home/me")
+            rsync.project_rules(Path(home), Path("/opt/env"), "/home/me")
 
 
 def test_what_is_sent_is_the_projects_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_what_is_sent_is_the_projects_own_files(tmp_path: Path, monkeypatch: pyt
     for name in ("runs/theirs", "theirs.txt"):
         (there / name).parent.mkdir(parents=True, exist_ok=True)
         (there / name).write_text("")
-    plan = sync.plan("there", str(here), sync.project_rules(here, Path("/opt/env"), "/home/me"), options(sync=True))
+    plan = rsync.plan("there", str(here), rsync.project_rules(here, Path("/opt/env"), "/home/me"), options(sync=True))
     flags = plan.argv[plan.argv.index("-F") : -2]
 
     def files() -> set[str]:
@@ -91,10 +91,10 @@ def test_hosts_that_fail_do_not_keep_others_from_getting_files(tmp_path: Path, m
     )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-    chosen = [sync.Transfer(host, sync.plan(host, "/srv/job", (), options(sync=True))) for host in ("bad", "good")]
+    chosen = [rsync.Transfer(host, rsync.plan(host, "/srv/job", (), options(sync=True))) for host in ("bad", "good")]
     with pytest.raises(LaunchError, match=r"^not synced: bad: /srv/job/ was not sent: no space: .+$"):
-        sync.send(chosen)
+        rsync.send(chosen)
     assert (tmp_path / "done").exists()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="no rsync on this host"):
-        sync.send(chosen)
+        rsync.send(chosen)
