@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringtrain import data, strategies
-from ringtrain.config import files
+from ringtrain.config import by_name
 from ringtrain.config.sections import Config, with_values
 from ringtrain.errors import ConfigError, RingtrainError
 from ringtrain.monitor import journal
 from ringtrain.protocol.for_script import ForScript
-from ringtrain.training import own_fit, script_options
+from ringtrain.training import script_options
 from ringtrain.training.run import callbacks_in
 
 if TYPE_CHECKING:
@@ -127,6 +127,8 @@ def fit(
             settings = script_options.options_of("ringtrain.fit", options)
             # KerasHub's tasks turn texts or images into arrays in a fit of their own, which ends in Keras'.
             if type(model).fit is not keras.Model.fit:
+                from ringtrain.training import own_fit
+
                 return own_fit.through(model, arguments, lambda given: _fit(model, name, settings, given))
             return _fit(model, name, settings, arguments)
     except RingtrainError as error:
@@ -158,7 +160,7 @@ def _fit(model: keras.Model, name: str, options: Config, arguments: data.FitArgu
     if from_command.folder and not name:
         config = with_values(config, {"run.name": f"fit-{hvd.process.PROCESS.num_runs + 1}"})
     if from_command.observer:
-        observe = files.imported("observer", from_command.observer)
+        observe = by_name.imported("observer", from_command.observer)
         arguments = dataclasses.replace(arguments, callbacks=[*arguments.callbacks, observe(config.run.name)])
     # The main path of train.py, with the script as its source. The model is the script's own: what a run adds to it,
     # such as the reduction of its optimizer, is removed again, also after an error.
@@ -225,7 +227,7 @@ def evaluate(
         >>> loss, accuracy = ringtrain.evaluate(model, test_x, test_y)
     """
     given = data.FitArguments(x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, steps_per_epoch=steps)
-    start_once()
+    _start_once()
     from ringtrain.training import held_out
 
     logs = held_out.evaluate(model, given, callbacks, verbose)
@@ -266,13 +268,13 @@ def predict(
         >>> classes = ringtrain.predict(model, test_x).argmax(axis=1)
     """
     given = data.FitArguments(x=x, batch_size=batch_size, steps_per_epoch=steps)
-    start_once()
+    _start_once()
     from ringtrain.training import held_out
 
     return held_out.predict(model, given, callbacks, verbose)
 
 
-def start_once() -> None:
+def _start_once() -> None:
     """Starts Horovod, if that has not been done."""
     from ringtrain import hvd
 

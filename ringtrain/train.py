@@ -73,7 +73,7 @@ def train(config: Config) -> dict[str, Any]:
     others) and hvd.deterministic; another value raises. Layer names are counted from one again for each call.
 
     Args:
-        config: for example `files.read(["--config", "configs/digits.toml"])`.
+        config: for example `ringtrain.config.read(["--config", "configs/digits.toml"])`.
 
     Returns:
         Content of summary.json: metrics, checksum and timings. {} on parameter servers and their workers.

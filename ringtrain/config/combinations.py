@@ -37,19 +37,17 @@ ADVICE: Mapping[str, str] = {
     OWN_BATCHES: ROWS_BY_NUMBER,
     OWN_VALIDATION: ROWS_BY_NUMBER,
     HOROVOD_CALLBACKS: "leave out BroadcastGlobalVariablesCallback and MetricAverageCallback",
-    DISTRIBUTED: "leave it out, as all gradients are summed by the run",
+    DISTRIBUTED: "leave hvd.DistributedOptimizer out: the run reduces all gradients, as the options say",
     OTHER_ROWS: "train with ring",
     OWN_STEP: "override compute_loss instead, or leave out the option",
     ACCUMULATING_STEP: "leave out gradient_accumulation_steps: gradients of a rank may be lost",
     STATEFUL: "its state has a row for each of a whole batch: build it for a rank's rows, and pass batch_per_rank=True",
     SPECTRAL: "it changes its kernel in the forward pass, which cannot be undone: leave it out",
     SYNCHRONIZED: "it would use the rows of real ranks: use BatchNormalization",
-    EMA_OF_ALL: "it would average all weights: call optimizer.build(variables) before, with those that it trains",
+    EMA_OF_ALL: "call optimizer.build(variables) before, with those that it trains, or all weights are averaged",
 }
 """Facts of a model, its data and the arguments of `fit`, with what to do where they do not go together."""
 
-OF_OPTIMIZER = ("hvd.op", "hvd.compression", "hvd.groups", "hvd.deterministic")
-"""options of hvd.DistributedOptimizer"""
 _HOROVOD = (
     "hvd.op",
     "hvd.compression",
@@ -108,13 +106,14 @@ NOT_TOGETHER: Mapping[str, tuple[str, ...]] = {
     "model.micro_batches": ("model.sync_batch_norm",),
     # These reduce all gradients by themselves, or need every step.
     "hvd.compression powersgd": ("hvd.groups", "hvd.op adasum", "train.precision mixed_float16"),
-    "hvd.groups": ("hvd.deterministic", "hvd.op adasum"),
-    DISTRIBUTED: OF_OPTIMIZER,
+    "hvd.groups": ("hvd.deterministic", "hvd.op adasum", DISTRIBUTED),
+    "hvd.op": (DISTRIBUTED,),
+    "hvd.compression": (DISTRIBUTED,),
+    "hvd.deterministic": (DISTRIBUTED,),
     SEVERAL_OPTIMIZERS: (EMA_OF_ALL,),
     OWN_FIT: (BATCH_PER_RANK,),
     "model.loss": ("model.label_smoothing",),
-    "optimizer.learning_rate_scaling linear": (OWN_BATCHES,),
-    "optimizer.learning_rate_scaling sqrt": (OWN_BATCHES,),
+    OWN_BATCHES: ("optimizer.learning_rate_scaling linear", "optimizer.learning_rate_scaling sqrt"),
 }
 """Each with what it does not go together with. An option: it has another value than by default; a word after its name:
 a value that begins with this word."""
@@ -122,6 +121,13 @@ a value that begins with this word."""
 
 def check(config: Any, defaults: Mapping[str, Any], facts: Collection[str] = ()) -> None:
     """Raises ConfigError for the first two options, or facts such as ELASTIC, that do not go together."""
+    text = problem(config, defaults, facts)
+    if text:
+        raise ConfigError(text)
+
+
+def problem(config: Any, defaults: Mapping[str, Any], facts: Collection[str] = ()) -> str:
+    """What does not go together, and what to do; "": nothing."""
     for first, others in NOT_TOGETHER.items():
         one = _given(config, defaults, facts, first)
         if not one:
@@ -129,7 +135,8 @@ def check(config: Any, defaults: Mapping[str, Any], facts: Collection[str] = ())
         for other in others:
             text = _given(config, defaults, facts, other)
             if text:
-                raise ConfigError(f"{one} and {text} do not go together: {ADVICE.get(other, 'leave one out')}")
+                return f"{one} and {text} do not go together: {ADVICE.get(other, 'leave one out')}"
+    return ""
 
 
 def _given(config: Any, defaults: Mapping[str, Any], facts: Collection[str], condition: str) -> str:
@@ -150,6 +157,12 @@ def _given(config: Any, defaults: Mapping[str, Any], facts: Collection[str], con
 def lines(section: str = "") -> Iterator[str]:
     """Rows of the table as text: all, or those with an option of a section such as "model"."""
     for first, others in NOT_TOGETHER.items():
-        shown = [other for other in others if first.startswith(section) or other.startswith(section)]
+        shown = [other for other in others if not section or section in (_section(first), _section(other))]
         if shown:
             yield f"{first}: not with {', '.join(shown)}"
+
+
+def _section(condition: str) -> str:
+    """Section of the option of a condition; "": it is a fact."""
+    option = condition.partition(" ")[0]
+    return option.partition(".")[0] if "." in option else ""

@@ -1,12 +1,11 @@
-"""Configuration from TOML files and the command line, which takes precedence; TOML output; objects by name."""
+"""Configuration from TOML files and the command line, which takes precedence; TOML output."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
@@ -179,41 +178,3 @@ def checked(path: Path | str, option: str, value: Any) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
-
-
-def find(option: str, name: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Returns the function that a key of `known` or "module:function" names; raises ConfigError with `option`."""
-    if name in known:
-        return known[name]
-    if ":" not in name and not known:
-        raise ConfigError(f"{option}: got {name}, expected module:function")
-    if ":" not in name:
-        raise ConfigError(f"{option}: got {name}, {nearest(name, known)} (or module:function for your own)")
-    # Imported when it is called, after devices are pinned: it may initialize devices.
-    return lambda *args, **kwargs: imported(option, name)(*args, **kwargs)
-
-
-def made(option: str, name: str, function: Callable[[], Any], kind: Any, expected: str) -> Any:
-    """What a function that an option names returns; raises ConfigError if it is not of a kind, in words `expected`."""
-    result = function()
-    if not isinstance(result, kind):
-        raise ConfigError(f"{option}: {name} returned {type(result).__name__}, expected {expected}")
-    return result
-
-
-def imported(option: str, name: str) -> Callable[..., Any]:
-    """Imports the function or class that "module:function" names; raises ConfigError if there is none."""
-    module_name, _, function_name = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        searched = ""
-        if isinstance(error, ModuleNotFoundError):
-            searched = f" (searched: {Path.cwd()} and PYTHONPATH)"
-        raise ConfigError(f"{option}: got {name}, but importing {module_name} failed: {error}{searched}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        hint = nearest(function_name, functions)
-        raise ConfigError(f"{option}: {module_name} has no function {function_name!r}: {hint}")
-    return function

@@ -68,4 +68,8 @@ else:
     def __getattr__(name: str) -> Any:
         if name not in MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)
+        return globals().setdefault(name, getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name))
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *MODULES])

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ringtrain.config.files import imported
+from ringtrain.config.by_name import imported
 from ringtrain.config.sections import DataConfig
 from ringtrain.data import augment
 from ringtrain.data.classes import check_numbers, checked

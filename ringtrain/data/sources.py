@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ringtrain.config.files import find
+from ringtrain.config.by_name import find
 from ringtrain.config.sections import DataConfig
 from ringtrain.errors import ConfigError
 

@@ -16,7 +16,7 @@ LAYERS = (
     "jit",  # innermost, in place of Keras' step: forward and backward pass compiled by XLA, which cannot reduce
     "micro-batches",  # in place of Keras' step, too: the stages of a model on several devices
     "rows",  # what `ringtrain prove` notes of the rows of a part
-    "ranks",  # parts of this rank's rows, their weights, and sums over all ranks: optim.step
+    "ranks",  # parts of this rank's rows, their weights, and sums over all ranks: training.step
     "trainable",  # layers are trained as `compile` has found them: `model_state.freeze_in_training`
     "timing",  # outermost: a step begins when its input is there
 )

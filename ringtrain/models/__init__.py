@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.config.files import find
+from ringtrain.config.by_name import find
 from ringtrain.config.sections import ModelConfig
 from ringtrain.errors import ConfigError
 from ringtrain.models.losses_metrics import OF_CLASSES, accuracy, cross_entropy, loss, metrics, needs_classes
@@ -39,7 +39,7 @@ def builder(config: ModelConfig, of_classes: bool = True) -> Build:
         is_own = ":" in config.name
         try:
             if not is_own and any(isinstance(size, tuple | dict | str) for size in input_shape):
-                raise ValueError("it takes one array, and these are several: use a model of your own")
+                raise ValueError("it takes one array, not a nest: use a model of your own")
             model = function(input_shape, num_classes)
             if not of_classes and (model.built or type(model).call is keras.Model.call):
                 outputs = None  # integers or text may be expected; a GAN has no outputs

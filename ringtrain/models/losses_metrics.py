@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.config.files import find, imported, made
+from ringtrain.config.by_name import find, imported, made
 from ringtrain.config.sections import ModelConfig
 from ringtrain.errors import ConfigError
 
@@ -142,7 +142,8 @@ def metrics(names: Sequence[str]) -> Callable[[], list[Any]]:
     def make() -> list[Any]:
         import keras
 
-        kind = str | keras.metrics.Metric
-        return [made("model.metrics", name, function, kind, "a Keras metric") for name, function in named]
+        # Keras' own stay names; a function of the user's makes a metric.
+        kinds = {name: keras.metrics.Metric if ":" in name else str | keras.metrics.Metric for name in names}
+        return [made("model.metrics", name, function, kinds[name], "a Keras metric") for name, function in named]
 
     return make

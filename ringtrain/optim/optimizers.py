@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
+from ringtrain.config.by_name import find
 from ringtrain.config.derived import Numbers
-from ringtrain.config.files import find
 from ringtrain.config.sections import OPTIMIZERS, Config
 from ringtrain.optim.schedules import Schedule, schedule_of
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ringtrain.config import combinations, files
+from ringtrain.config import by_name, combinations
 from ringtrain.config.sections import DEFAULTS, Config
 from ringtrain.errors import ConfigError
 from ringtrain.protocol.env import ALONE, COLLECTIVES, SERVERS
@@ -40,7 +40,7 @@ class Kind:
 
 def _class(path: str) -> Callable[..., Strategy]:
     """Constructor of a class in this folder, which is imported when it is called."""
-    return files.find("strategy.name", f"ringtrain.strategies.{path}", {})
+    return by_name.find("strategy.name", f"ringtrain.strategies.{path}", {})
 
 
 STRATEGIES = {

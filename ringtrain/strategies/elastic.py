@@ -1,7 +1,7 @@
 """State of a run whose ranks join and leave, under ringtrain launch --elastic: they agree again, see `through_changes`.
 
-Every step leaves the same state on all current ranks, or none of its own: `optim.summed_step`. When a rank is lost, the
-rank that is furthest gives its state to the others, and the step under way is made again; when hosts have joined or
+Every step leaves the same state on all current ranks, or none of its own: `training.summed_step`. When a rank is lost,
+the rank that is furthest gives its state to the others, and the step under way is made again; when hosts have joined or
 left, all continue after the current step. The global batch does not depend on the ranks, and with it the position that
 follows from the global step, and the learning rate. The ranks share it, also unevenly: a rank with n of its G samples
 has the weight n / G, so that the update is that of one process with all of them.
@@ -14,7 +14,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import keras
 
@@ -31,9 +31,6 @@ from ringtrain.training.clock import Clock, Ending, Start
 from ringtrain.training.run import Job, Opening, Run, on_rank
 from ringtrain.training.run_files import FromCheckpoint
 from ringtrain.training.sums import SumsOverRanks
-
-if TYPE_CHECKING:
-    from ringtrain.training.run import Run
 
 
 def through_changes(run: Run, from_agreement: Callable[[], Any]) -> Any:

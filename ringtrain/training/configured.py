@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ringtrain import data, models
-from ringtrain.config import combinations, files
+from ringtrain.config import by_name, combinations
 from ringtrain.config.derived import Numbers, derive, lower_is_better, num_shards
 from ringtrain.config.sections import DEFAULTS, Config, TrainConfig, changed_options
 from ringtrain.errors import ConfigError, DataError
@@ -142,13 +142,13 @@ def find(config: Config) -> Named:
 def own_callbacks(config: Config) -> Callable[[], list[keras.callbacks.Callback]]:
     """Resolves the user's callbacks; the returned function creates them. It raises ConfigError if one is not Keras'."""
     # Found now, so that a misspelled name is reported before the data are read; made when Keras is loaded.
-    named = [(name, files.find("train.callbacks", name, {})) for name in config.train.callbacks]
+    named = [(name, by_name.find("train.callbacks", name, {})) for name in config.train.callbacks]
 
     def make() -> list[keras.callbacks.Callback]:
         import keras
 
         made = [
-            files.made("train.callbacks", name, function, keras.callbacks.Callback, "a Keras callback")
+            by_name.made("train.callbacks", name, function, keras.callbacks.Callback, "a Keras callback")
             for name, function in named
         ]
         if config.train.patience:
@@ -292,11 +292,18 @@ def data_of(config: Config, found: data.DataSet | data.FitArguments, rows: int) 
     import keras
     import tensorflow as tf
 
+    from ringtrain.training.rows import errors_named
+
     data_set = _data_set(config, found, rows)
     train = data_set.train
-    leaves = keras.tree.flatten(train.rows(0, 1)) if isinstance(train, data.NumberedRows) else []
-    if not leaves or not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
-        combinations.check(config, DEFAULTS, [combinations.OTHER_ROWS])
+    # A row is read only where it matters: a damaged first file is reported when it is trained.
+    if combinations.problem(config, DEFAULTS, [combinations.OTHER_ROWS]):
+        leaves = []
+        with errors_named(config.data.name):
+            if isinstance(train, data.NumberedRows):
+                leaves = keras.tree.flatten(train.rows(0, 1))
+        if not leaves or not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
+            combinations.check(config, DEFAULTS, [combinations.OTHER_ROWS])
     return data_set
 
 

@@ -1,4 +1,4 @@
-"""Arguments of `ringtrain.fit` and options of a script, as the configuration of its run."""
+"""What a call of `ringtrain.fit` asks for, as the configuration of its run, and how the call ends after a signal."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def config_of(model: keras.Model, name: str, options: Config, arguments: data.Fi
         why = next((REFUSED[name] for name in classes_of(callback) if name in REFUSED), "")
         if why:
             raise ConfigError(f"ringtrain.fit: leave out {type(callback).__name__}: {why}")
-    # What is known before the data are read; `sources.script.adopt` adds sizes and learning rate. A command that has
+    # What is known before the data are read; `training.script.adopt` adds sizes and learning rate. A command that has
     # started the script, such as a tuning, decides last; its runs are not copied to a mirror.
     of_command: dict[str, Any] = {}
     if from_command.folder:  # its trials are not mixed with the script's own runs

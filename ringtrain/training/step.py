@@ -50,7 +50,7 @@ class Step:
 
     @property
     def unlike(self) -> str:
-        """What the first step has shown not to be as in one process; see `sources.unlike`."""
+        """What the first step has shown not to be as in one process; see `training.unlike`."""
         names = ", ".join(sorted(self.losses.of_whole_parts))
         if not names:
             return ""

@@ -37,7 +37,7 @@ class LossWeights:
         self,
         model: keras.Model,
         num_parts: Callable[[], Any],
-        over_parts: Callable[[Any], Any],  # sums a number, float64 [], over the parts; see `optim.sums.Sums`
+        over_parts: Callable[[Any], Any],  # sums a number, float64 [], over the parts; see `training.sums.Sums`
         is_divided: bool = True,  # whether there can be several parts
     ) -> None:
         self.model, self.num_parts, self.over_parts, self.is_divided = model, num_parts, over_parts, is_divided

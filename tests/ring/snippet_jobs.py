@@ -108,7 +108,7 @@ def snippet_of_models() -> None:
     """Several configured runs in one process, of fewer epochs."""
     rate = '"--optimizer.learning-rate", rate'
     shorter = (rate, f'{rate}, "--train.epochs", "1", "--run.directory", {str(OUTPUT / "of-models")!r}')
-    text = snippet("docs/models.md", "from ringtrain import train\nfrom ringtrain.config import files", shorter)
+    text = snippet("docs/models.md", "from ringtrain import config, train", shorter)
     keras.config.set_floatx("float32")
     os.chdir(ROOT)
     exec(text, {})

@@ -304,7 +304,7 @@ def _of_ranks(world: World) -> Iterator[tuple[Any, str, Any]]:
         yield hvd, name, getattr(horovod, name)
     yield hvd, "check_placement", together("ringtrain_placement")
     yield hvd, "check_in_sync", together("ringtrain_in_sync")
-    yield train, "consistency", SimpleNamespace(same_code=together("ringtrain_code"), same_job=lambda *_: None)
+    yield train, "agreement", SimpleNamespace(same_code=together("ringtrain_code"), same_job=lambda *_: None)
     yield train, "run_files", SimpleNamespace(open_log=lambda *_: None)
     shown = SimpleNamespace(terminal_of=lambda _: None, show_plan=lambda *_: None, show_start=lambda *_: None)
     yield train, "console", shown

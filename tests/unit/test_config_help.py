@@ -1,4 +1,4 @@
-"""Help by section and completion in the shell: all say what config.py says."""
+"""Help by section and completion in the shell: all say what config/sections.py says."""
 
 from __future__ import annotations
 

@@ -51,6 +51,15 @@ def test_tensorflow_is_not_loaded_by(modules: list[str], loaded: list[str]) -> N
     assert ended.stdout == f"{loaded}\n"
 
 
+def test_the_launch_half_loads_no_options_of_training() -> None:
+    script = (
+        "import sys, ringtrain.cluster.launch\n"
+        "print('ringtrain.config.options' in sys.modules, 'ringtrain.config.sections' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], cwd=launching.ROOT, capture_output=True, text=True)
+    assert ended.stdout == "True False\n", ended.stderr
+
+
 COLLECTED = """
 import gc, weakref
 import ringtrain.hvd
