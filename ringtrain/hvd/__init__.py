@@ -4,26 +4,26 @@ Parts of Horovod 0.28.1 that work under Keras 3 are re-exported: collectives, pr
 replaces the others and adds checks, `broadcast_model` and `gather_bytes`. Training also works without Horovod: see
 `backend.py`.
 
-backend:        source of Horovod's names (Horovod or mpi4py), and Horovod's settings
-mpi_backend:    the part of Horovod's API that training needs, in mpi4py and NumPy
-process:        state of the process between init and shutdown
-collectives:    init, shutdown, and Horovod's collectives for Keras variables
-optimizer:      distributed optimizers and gradient tapes, load_model
-distributed:    subclass that makes an optimizer reduce its gradients
-reduction:      reduction of gradients over the ranks
-compression:    compressions of gradients by name
-powersgd:       low-rank gradients, in place of an allreduce of each
-train_step:     the layers around a model's training step, in one order
-keras_patches:  patches of private Keras API (loss scale, XLA), and a check for Horovod's own wrapper
-callbacks:      broadcast, metric average, learning rate, best model, sync check
-batch_norm:     batch normalization over all ranks; averaged moving statistics
-step_timing:    current phase and timestamps of a step, readable from other threads
-sync:           broadcast of a model's whole state; verification that ranks agree
-together:       actions whose error on one rank is raised on all of them
-averaging:      verification that an update receives the ranks' gradients combined
-placement:      check that ranks run where the launcher planned them, each on its own GPU
-elastic:        Keras state of elastic runs, and `run`
-model_parallel: a model over several devices of a rank
+backend:          source of Horovod's names (Horovod or mpi4py), and Horovod's settings
+mpi_backend:      the part of Horovod's API that training needs, in mpi4py and NumPy
+process:          state of the process between init and shutdown
+collectives:      init, shutdown, and Horovod's collectives for Keras variables
+optimizer:        distributed optimizers and gradient tapes, load_model
+distributed:      subclass that makes an optimizer reduce its gradients
+reduction:        averages gradients over the ranks, for all strategies over Horovod and mpi4py
+compression:      compressions of gradients by name
+powersgd:         low-rank gradients, in place of an allreduce of each
+train_step:       the layers around a model's training step, in one order
+keras_patches:    patches of private Keras API (loss scale, XLA), and a check for Horovod's own wrapper
+callbacks:        broadcast, metric average, learning rate, best model, sync check
+batch_norm:       batch normalization over all ranks; averaged moving statistics
+step_timing:      current phase and timestamps of a step, readable from other threads
+sync:             broadcast of a model's whole state; verification that ranks agree
+together:         actions whose error on one rank is raised on all of them
+verify_averaging: verification that an update receives the ranks' gradients combined
+placement:        check that ranks run where the launcher planned them, each on its own GPU
+elastic:          Keras state of elastic runs, and `run`
+model_parallel:   a model over several devices of a rank
 """
 
 from ringtrain.errors import MissingDependency
@@ -49,7 +49,6 @@ if keras.backend.backend() != "tensorflow":
     )
 
 from ringtrain.hvd import callbacks, elastic, step_timing
-from ringtrain.hvd.averaging import check_averaging
 from ringtrain.hvd.backend import (
     Adasum,
     Average,
@@ -149,3 +148,4 @@ from ringtrain.hvd.placement import check_placement
 from ringtrain.hvd.step_timing import during
 from ringtrain.hvd.sync import broadcast_model, check_in_sync
 from ringtrain.hvd.together import barrier, on_rank_0, run_together
+from ringtrain.hvd.verify_averaging import check_averaging

@@ -18,6 +18,6 @@ sweep_space:     what it tries, and what Optuna keeps
 sweep_trials:    the trials on their slots
 runs:            ringtrain runs; reads a run's folder, also of a killed run
 postmortem:      exit causes, by all ranks' journals
-report:          ringtrain report
-page:            tables and charts as one HTML file
+report:          what is on the page of ringtrain report
+page:            its HTML: tables and charts in one file
 """

@@ -3,7 +3,7 @@
 journal:         events of each rank, one per line, kept over restarts
 goodput:         where the time of a run went, over all of its starts, by its journals
 heartbeat:       monitor of a rank, in runs and scripts: position each second, reports of stalls and stragglers
-diagnosis:       its rule for stalls: which rank, for how long, and what is reported
+diagnosis:       which rank hangs, for how long, and how it is named
 stragglers:      its rule for ranks whose part of a step takes longer than the others'
 fault_injection: injected faults, to test how a job handles them
 """

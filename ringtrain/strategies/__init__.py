@@ -1,11 +1,11 @@
-"""Distribution strategies: how gradients are reduced and where a step runs. The rest of a run is the same for all.
+"""Distribution strategies: which reduction of gradients (hvd/reduction.py), and where a step runs. All else is the same.
 
 This module does not import TensorFlow: unsupported options are reported before it is loaded.
 
 base:             base class: what a run asks of a strategy, and the proof line at its end
 elastic:          ring whose ranks join and leave
 ring:             one process per rank: ring over Horovod, mpi-ring over mpi4py
-mirrored:         towers and multi-worker: TensorFlow's strategies
+mirrored:         towers and multi-worker: their step under TensorFlow's strategies
 parameter_server: ps-sync and ps-async
 """
 

@@ -25,7 +25,7 @@ virtual_ranks:  the same bits on any number of ranks
 metric_results: metrics of a step, as Keras names them
 evaluation:     metrics over all ranks, equal to those of one process
 held_out:       `ringtrain.evaluate` and `predict`, on a part of the data
-saver:          saves the state of a run during training
+saver:          when the state of a run is saved, and what becomes of an error
 stopping:       ends a run on all ranks after the same step: signals, time limit, callbacks, NaN
 step_monitor:   phases and heartbeats of the steps
 tracking:       metrics files, TensorBoard, results

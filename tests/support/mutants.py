@@ -76,7 +76,7 @@ MUTANTS = (
         _property("optimizers.the_check_names_a_sum_in_place_of_the_average_for_every_optimizer"),
     ),
     Mutant(
-        *("a check before training that takes any result", "hvd/averaging.py"),
+        *("a check before training that takes any result", "hvd/verify_averaging.py"),
         *("if not np.allclose(result, expected, rtol=1e-2):", "if not np.all(np.isfinite(result)):"),
         _property("optimizers.the_check_names_a_sum_in_place_of_the_average_for_every_optimizer"),
     ),

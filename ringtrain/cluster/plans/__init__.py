@@ -2,7 +2,7 @@
 
 They raise LaunchError for a job that the launcher cannot run, or not as asked for.
 
-mpirun:     a row per MPI, identified by `mpirun --version`
+mpirun:     the command line of mpirun, with the flags of the MPI that it is (openmpi, hydra)
 openmpi:    flags of Open MPI 4 and 5
 hydra:      flags of MPICH and Intel MPI
 horovodrun: horovodrun over MPI, over Gloo, and elastic
