@@ -1,4 +1,4 @@
-"""Distribution strategies: which reduction of gradients (hvd/reduction.py), and where a step runs. All else is the same.
+"""Distribution strategies: which reduction of gradients (hvd/reduction.py), and where a step runs. All else is equal.
 
 This module does not import TensorFlow: unsupported options are reported before it is loaded.
 
