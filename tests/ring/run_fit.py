@@ -166,7 +166,7 @@ def what_differs_is_refused() -> None:
         ("expected arrays in memory", {"x": iter(())}),
         ("not compiled", {"model": dense()}),
         (
-            "hvd.DistributedOptimizer and hvd.compression fp16 do not go together",
+            "hvd.compression fp16 and hvd.DistributedOptimizer do not go together",
             {
                 "model": compiled(dense(), optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD())),
                 "options": compressed,
