@@ -24,12 +24,14 @@ from ringtrain.hvd.train_step import has_layer, is_own, wrap
 
 WEIGHTS = ("_trainable_variables", "_updated_variables", "_self_")
 """how the names of an optimizer's attributes begin that hold what it updates: the last ones are TensorFlow's copies"""
+SUPPORTS_JIT = trainer.model_supports_jit
+"""Keras' own function, before it is replaced"""
 
 
 @functools.cache
 def teach_keras() -> None:
     """Replaces the four functions, once."""
-    trainer.model_supports_jit = _reducing_without_jit(trainer.model_supports_jit)
+    trainer.model_supports_jit = _reducing_without_jit(SUPPORTS_JIT)
     trainer.Trainer._resolve_auto_jit_compile = _no_jit_by_itself(trainer.Trainer._resolve_auto_jit_compile)
     optimizer_class = keras.optimizers.LossScaleOptimizer
     optimizer_class.check_finite = _finite_on_all_ranks(optimizer_class.check_finite)
@@ -325,8 +327,7 @@ def jit_gradients(model: keras.Model) -> None:
         raise RingtrainError(
             f"jit: Keras says that layer {layer.name} ({type(layer).__name__}) does not support XLA: train without jit"
         )
-    supports_jit = getattr(trainer.model_supports_jit, "before_ringtrain", trainer.model_supports_jit)
-    if not supports_jit(model):
+    if not SUPPORTS_JIT(model):
         raise RingtrainError("jit: Keras does not support XLA here (macOS, or op determinism is on): train without jit")
 
     @tf.function(jit_compile=True, reduce_retracing=True, autograph=False)
