@@ -174,6 +174,6 @@ def a_cache_in_a_file_of_all_ranks() -> None:
 
     ours, reference = compiled(dense()), compiled(dense())
     words = {"epochs": 2, "verbose": 0}
-    ringtrain.fit(ours, batches("ours"), validation_data=batches("held-out"), options=options(), **words)
-    reference.fit(batches(f"reference-{hvd.rank()}"), **words)
+    ringtrain.fit(ours, batches("cached-ours"), validation_data=batches("cached-held-out"), options=options(), **words)
+    reference.fit(batches(f"cached-reference-{hvd.rank()}"), **words)
     assert distance(ours, reference) < 1e-10
