@@ -738,7 +738,7 @@ PIPELINES = (
     "data.snapshot('snapshot').batch(batch)",
     "data.cache('cached').shuffle(5, seed=8).batch(batch)",
 )
-UNKNOWN_LENGTH = ("filter", "interleave", "window", "from_generator", "rebatch", "sample_from")
+UNKNOWN_LENGTH = ("filter", "interleave", "window", "from_generator", "rebatch", "sample_from", "snapshot")
 SHORTENED = "data = data.map(lambda t, *more: (t[: 1 + tf.math.count_nonzero(t)], *more))"
 """rows of several lengths"""
 END_AS_STEP = "the end of an unknown length is a step of Keras"
