@@ -8,9 +8,9 @@ imports neither Horovod nor TensorFlow.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ringtrain.protocol import lazy
 from ringtrain.protocol.cores import share_cores
 from ringtrain.protocol.env import leave_rank
 from ringtrain.protocol.failures import report_uncaught_from_start
@@ -18,14 +18,15 @@ from ringtrain.protocol.failures import report_uncaught_from_start
 __version__ = "0.1.0"
 
 LAZY = {
-    "fit": "ringtrain.api",
-    "start": "ringtrain.api",
-    "evaluate": "ringtrain.api",
-    "predict": "ringtrain.api",
-    "run": "ringtrain.function_call",
-    "from_rank_0": "ringtrain.data.from_rank_0",
-    "Records": "ringtrain.data.records",
-    "trial": "ringtrain.protocol.for_script",
+    "fit": "api",
+    "start": "api",
+    "evaluate": "api",
+    "predict": "api",
+    "run": "function_call",
+    "from_rank_0": "data.from_rank_0",
+    "Records": "data.records",
+    "trial": "protocol.for_script",
+    "hvd": "hvd",
 }
 """public names whose modules are loaded when they are used"""
 
@@ -40,19 +41,9 @@ if TYPE_CHECKING:  # for editors and mypy
     from ringtrain.function_call import run as run
     from ringtrain.protocol.for_script import trial as trial
 else:
-
-    def __getattr__(name: str) -> Any:
-        if name in LAZY:
-            return getattr(importlib.import_module(LAZY[name]), name)
-        if name == "hvd":
-            return importlib.import_module("ringtrain.hvd")
-        advice = "Horovod's names are in ringtrain.hvd: import ringtrain.hvd as hvd"
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {advice}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *LAZY, "hvd"])
-
+    __getattr__, __dir__ = lazy.names_of(
+        __name__, LAZY, ": Horovod's names are in ringtrain.hvd: import ringtrain.hvd as hvd"
+    )
 
 leave_rank()  # before anything reads which rank this is
 report_uncaught_from_start()

@@ -12,8 +12,9 @@ options:      fields of dataclasses as options of a command line, also for the l
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ringtrain.protocol import lazy
 
 MODULES = {
     **dict.fromkeys(
@@ -56,12 +57,4 @@ if TYPE_CHECKING:  # for editors and mypy
     from ringtrain.config.sections import TrackingConfig as TrackingConfig
     from ringtrain.config.sections import TrainConfig as TrainConfig
 else:
-
-    def __getattr__(name: str) -> Any:
-        if name not in MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return globals().setdefault(name, getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name))
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *MODULES])
+    __getattr__, __dir__ = lazy.names_of(__name__, MODULES)

@@ -24,7 +24,7 @@ def find(option: str, name: str, known: Mapping[str, Callable[..., Any]]) -> Cal
 
 
 def made(option: str, name: str, function: Callable[[], Any], kind: Any, expected: str) -> Any:
-    """What a function that an option names returns; raises ConfigError if it is not of a kind, in words `expected`."""
+    """Calls a function that an option names; raises ConfigError unless it returns an instance of `kind`."""
     result = function()
     if not isinstance(result, kind):
         raise ConfigError(f"{option}: {name} returned {type(result).__name__}, expected {expected}")

@@ -127,7 +127,7 @@ def check(config: Any, defaults: Mapping[str, Any], facts: Collection[str] = ())
 
 
 def problem(config: Any, defaults: Mapping[str, Any], facts: Collection[str] = ()) -> str:
-    """What does not go together, and what to do; "": nothing."""
+    """Returns the message on what does not go together, or "" if all does."""
     for first, others in NOT_TOGETHER.items():
         one = _given(config, defaults, facts, first)
         if not one:

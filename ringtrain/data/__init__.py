@@ -25,8 +25,9 @@ division:       copies of tf.data pipelines, what their parts are, and the same 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ringtrain.protocol import lazy
 
 MODULES = {
     **dict.fromkeys(["Arrays", "NoSamples", "NumberedRows", "RowBatches"], "arrays"),
@@ -64,12 +65,4 @@ if TYPE_CHECKING:  # for editors and mypy
     from ringtrain.data.sources import source as source
     from ringtrain.data.streams import Stream as Stream
 else:
-
-    def __getattr__(name: str) -> Any:
-        if name not in MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return globals().setdefault(name, getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name))
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *MODULES])
+    __getattr__, __dir__ = lazy.names_of(__name__, MODULES)

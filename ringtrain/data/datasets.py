@@ -19,7 +19,7 @@ from ringtrain.data.classes import check_numbers, checked
 from ringtrain.data.dataset import DataSet
 from ringtrain.data.fit_arguments import FitArguments, arguments_of, is_nest
 from ringtrain.data.records import RecordRows, Records
-from ringtrain.data.spark_rows import spark
+from ringtrain.data.spark_rows import spark as spark
 from ringtrain.errors import ConfigError, DataError
 
 TEST_FOLDERS = ("val", "test")
@@ -145,32 +145,21 @@ def _images(config: DataConfig, train: Records, test: Records, num_classes: int,
     return DataSet(splits[0], splits[1], num_classes, (size, size, 3), of_classes=True)
 
 
-DATASETS: dict[str, Callable[[DataConfig], Any]] = {
-    "digits": digits,
-    "image-folder": image_folder,
-    "imagenet-tfrecords": imagenet_tfrecords,
-    "npz": npz,
-    "records": records,
-    "spark": spark,
-    "synthetic": synthetic,
-}
-
-
-def read(config: DataConfig, own: Callable[[], Any] | None, of_classes: bool | None) -> DataSet | FitArguments:
-    """Reads data.name, or what the user's own function returns; see `sources.source`."""
-    if own:
-        return _classes_or_arguments(config.name, own(), config.num_classes, of_classes)
+def by_name(
+    config: DataConfig, function: Callable[[DataConfig], Any], of_classes: bool | None
+) -> DataSet | FitArguments:
+    """Data of one of the functions above; see `sources.source`."""
     try:
-        found: Any = DATASETS[config.name](config)
+        found: Any = function(config)
     except OSError as error:  # e.g. a directory without permission
         raise DataError(f"{error.filename or config.name}: cannot be read: {error.strerror or error}") from error
     if isinstance(found, tuple):
         path, *pairs = found
-        return _classes_or_arguments(path, pairs, config.num_classes, of_classes)
+        return classes_or_arguments(path, pairs, config.num_classes, of_classes)
     return found
 
 
-def _classes_or_arguments(name: str, result: Any, num_classes: int, of_classes: bool | None) -> DataSet | FitArguments:
+def classes_or_arguments(name: str, result: Any, num_classes: int, of_classes: bool | None) -> DataSet | FitArguments:
     """DataSet of ((inputs, labels), (inputs, labels)) whose labels are integer classes, else arguments of fit."""
     given = arguments_of(name, result)
     is_pairs = isinstance(result, tuple | list) and all(isinstance(pair, tuple | list) for pair in result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ringtrain.config.by_name import find
 from ringtrain.config.sections import DataConfig
@@ -13,15 +13,29 @@ if TYPE_CHECKING:
     from ringtrain.data.dataset import DataSet
     from ringtrain.data.fit_arguments import FitArguments
 
-NAMES = ("digits", "image-folder", "imagenet-tfrecords", "npz", "records", "spark", "synthetic")
+
+def _named(function: str) -> Callable[..., Any]:
+    """A function of datasets.py, which is imported when it is called."""
+    return find("data.name", f"ringtrain.data.datasets:{function}", {})
+
+
+DATASETS = {
+    "digits": _named("digits"),
+    "image-folder": _named("image_folder"),
+    "imagenet-tfrecords": _named("imagenet_tfrecords"),
+    "npz": _named("npz"),
+    "records": _named("records"),
+    "spark": _named("spark"),
+    "synthetic": _named("synthetic"),
+}
 ANY_TARGETS = ("npz", "records")
 """names of data whose targets need not be integer classes"""
 
 
 def source(config: DataConfig, of_classes: bool | None = True) -> Callable[[], DataSet | FitArguments]:
     """Returns a function that reads data.name: a DataSet if `of_classes` (None: if possible), else FitArguments."""
-    own = None if config.name in NAMES else find("data.name", config.name, dict.fromkeys(NAMES, dict))
-    if of_classes is False and own is None and config.name not in ANY_TARGETS:
+    function, is_own = find("data.name", config.name, DATASETS), config.name not in DATASETS
+    if of_classes is False and not is_own and config.name not in ANY_TARGETS:
         raise ConfigError(
             f"model.loss: {config.name} has integer classes: expected sparse_categorical_crossentropy, or a"
             f" module:function that takes them"
@@ -30,6 +44,8 @@ def source(config: DataConfig, of_classes: bool | None = True) -> Callable[[], D
     def read() -> DataSet | FitArguments:
         from ringtrain.data import datasets  # loads TensorFlow
 
-        return datasets.read(config, own, of_classes)
+        if is_own:
+            return datasets.classes_or_arguments(config.name, function(), config.num_classes, of_classes)
+        return datasets.by_name(config, function, of_classes)
 
     return read

@@ -14,4 +14,5 @@ mpi_world:     MPI without Horovod: initialized once, finalized if the process s
 transport:     heartbeats as JSON over TCP, behind a token
 json_text:     JSON from files and other processes, or ValueError
 services:      Horovod's network services, restricted to one address
+lazy:          names of a package whose modules are imported when a name is used
 """
